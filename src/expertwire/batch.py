@@ -1,0 +1,219 @@
+"""One server batch: poll -> gather -> experts -> reply, with buffers that only grow."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from .client_link import ClientLink
+from .config import ServerConfig
+from .device_structs import (
+    KernelStatus,
+    ServerGatherArgs,
+    ServerMessage,
+    ServerModel,
+    ServerPollArgs,
+    ServerReplyArgs,
+    ServerSlot,
+)
+from .launch import Launch
+from .message import DATA_TYPE_BYTES, DATA_TYPES, FP8_BLOCK, Reason, dtype_of
+from .reference import dequantise_fp8
+from .stats import StageTimes
+
+log = logging.getLogger("expertwire.server")
+
+
+class Experts(Protocol):
+    """What a server computes with: experts.ExpertShard, or echo.EchoShard."""
+
+    experts: Sequence[int]  # ids held here, ascending
+    echo: bool
+
+    def run(
+        self, layer: int, rows: torch.Tensor, offsets: Sequence[int], batch_invariant: bool
+    ) -> torch.Tensor: ...
+
+
+class Batcher:
+    """Owns the slot table and the batch buffers. Used by the server's data thread only."""
+
+    def __init__(self, shard: Experts, model: dict, config: ServerConfig):
+        self.shard = shard
+        self.config = config
+        self.dtype = dtype_of(model["dtype"])
+        self.hidden_size = model["hidden_size"]
+        self.num_experts = model["num_experts"]
+        self.times = StageTimes()
+        self.num_messages = self.num_rows = self.num_refused = 0
+        self.expert_rows = np.zeros((model["num_layers"], max(len(shard.experts), 1)), np.int64)
+        self.links: list[tuple[ClientLink, int]] = []  # (client, slot index) of each slot
+        self.slots = (ServerSlot * 1)()
+        self.num_slots = 0
+        self.flag_addrs: list[int] = []
+        self._found = (ctypes.c_uint32 * 5)()  # num_messages, num_rows, num_pairs, layer, data type
+        self._first_slot = 0
+        self._poll = ServerPollArgs(
+            model=ServerModel(
+                num_layers=model["num_layers"], hidden_size=self.hidden_size,
+                num_experts=self.num_experts, data_type=DATA_TYPES[self.dtype],
+                max_experts_per_row=config.max_experts_per_row, allow_fp8=1, scale_block=FP8_BLOCK,
+            ),
+            max_rows=config.max_batch_rows,
+        )
+        found = ctypes.addressof(self._found)
+        self._poll.num_messages, self._poll.num_rows = found, found + 4
+        self._poll.num_pairs, self._poll.layer = found + 8, found + 12
+        num_local = len(shard.experts)
+        self._local_expert = np.full(self.num_experts, -1, np.int32)
+        self._local_expert[list(shard.experts)] = np.arange(num_local)
+        self._offsets = np.zeros(num_local + 1, np.uint32)
+        self._cursor = np.zeros(max(num_local, 1), np.uint32)
+        self._gather = ServerGatherArgs(
+            local_expert=self._local_expert.ctypes.data, expert_offsets=self._offsets.ctypes.data,
+            cursor=self._cursor.ctypes.data, num_local=num_local, num_experts=self.num_experts,
+        )
+        self._reply = ServerReplyArgs(
+            hidden_size=self.hidden_size, output_type=DATA_TYPES[self.dtype]
+        )
+        self._pair_capacity = 0
+        self._rows = torch.empty(0, dtype=torch.uint8)
+        self._scales = torch.empty(0)
+        self._launch_poll = Launch([("server_poll", self._poll)])
+        self._launch_gather = Launch([("server_gather", self._gather)])
+        self._launch_reply = {
+            True: Launch([("server_reply_ibgda", self._reply)]),
+            False: Launch([("server_reply_direct", self._reply)]),
+        }
+
+    def set_clients(self, clients: Sequence[ClientLink]) -> None:
+        """Rebuilds the slot table; what was already taken from a slot stays known."""
+        for entry, (link, slot_idx) in zip(self.slots, self.links, strict=False):
+            link.last_seq[slot_idx] = entry.last_seq
+            link.previous_reply_seq[slot_idx] = entry.previous_reply_seq
+        self.links = [(link, i) for link in clients for i in range(link.shape.num_slots)]
+        self.num_slots = len(self.links)
+        self.slots = (ServerSlot * max(self.num_slots, 1))()
+        for entry, (link, slot_idx) in zip(self.slots, self.links, strict=False):
+            link.fill_slot(entry, slot_idx)
+        self.flag_addrs = [
+            slot.recv_addr + slot.recv_slot_bytes - 16 for slot in self.slots[: self.num_slots]
+        ]
+        self.messages = (ServerMessage * max(self.num_slots, 1))()
+        self.statuses = (KernelStatus * max(self.num_slots, 1))()
+        self._slot_state = np.zeros(max(self.num_slots, 1), np.uint32)
+        poll = self._poll
+        poll.slots = self._gather.slots = self._reply.slots = ctypes.addressof(self.slots)
+        poll.messages = ctypes.addressof(self.messages)
+        self._gather.messages = self._reply.messages = poll.messages
+        poll.slot_state = self._slot_state.ctypes.data
+        poll.num_slots = poll.max_messages = self.num_slots
+        self._reply.status = ctypes.addressof(self.statuses)
+
+    def seen(self) -> list[int]:
+        """What each slot's flag held when it was last taken."""
+        return [slot.last_seq for slot in self.slots[: self.num_slots]]
+
+    def serve(self, epoch: int, seat: int, engines: ctypes.Array) -> list[ClientLink]:
+        """Takes what is ready, computes, replies. Returns clients that could not be answered."""
+        start = time.perf_counter_ns()
+        self._poll.first_slot = self._first_slot
+        self._launch_poll.run()
+        num_messages, num_rows, num_pairs, layer, data_type = self._found
+        if num_messages == 0:
+            return []
+        self._first_slot = (self.messages[num_messages - 1].slot + 1) % self.num_slots
+        polled = time.perf_counter_ns()
+        output = None
+        if num_rows:
+            output = self._run_experts(num_messages, num_pairs, layer, data_type)
+        done = time.perf_counter_ns()
+        ctypes.memset(self.statuses, 0, num_messages * ctypes.sizeof(KernelStatus))
+        reply = self._reply
+        reply.num_messages, reply.epoch, reply.server_id = num_messages, epoch, seat
+        reply.experts_us = (done - polled) // 1000
+        reply.expert_output = output.data_ptr() if output is not None else 0
+        for m in range(num_messages):
+            self.messages[m].queue_ns = polled - start
+        do_ibgda = all(self.links[self.messages[m].slot][0].do_ibgda for m in range(num_messages))
+        self._launch_reply[do_ibgda].run(engines)
+        self.times.add("poll", polled - start)
+        self.times.add("experts", done - polled)
+        self.times.add("reply", time.perf_counter_ns() - done)
+        self.num_rows += num_rows
+        return self._finish(num_messages)
+
+    def _run_experts(
+        self, num_messages: int, num_pairs: int, layer: int, data_type: int
+    ) -> torch.Tensor | None:
+        """Gathered rows through the experts: [rows, H], or None when there is nothing to add."""
+        if self.shard.echo:
+            return None
+        row_bytes = self.hidden_size * DATA_TYPE_BYTES[data_type]
+        self._reserve(num_pairs, row_bytes)
+        self._gather.num_messages = num_messages
+        self._launch_gather.run()
+        offsets = self._offsets.tolist()
+        num_gathered = offsets[-1]
+        if num_gathered == 0:
+            return self._rows
+        self.expert_rows[layer] += np.diff(self._offsets)
+        rows = self._rows[: num_gathered * row_bytes]
+        try:
+            if data_type == DATA_TYPES[torch.float8_e4m3fn]:
+                quantised = rows.view(torch.float8_e4m3fn).view(num_gathered, self.hidden_size)
+                per_row = -(-self.hidden_size // FP8_BLOCK)
+                scales = self._scales[: num_gathered * per_row].view(num_gathered, per_row)
+                inputs = dequantise_fp8(quantised, scales, self.dtype, FP8_BLOCK)
+            else:
+                inputs = rows.view(self.dtype).view(num_gathered, self.hidden_size)
+            output = self.shard.run(layer, inputs, offsets, self.config.batch_invariant)
+            return output.contiguous()
+        except Exception:
+            log.exception("layer %d: the experts failed on a batch of %d rows", layer, num_gathered)
+            for m in range(num_messages):
+                if self.messages[m].reason == Reason.OK:
+                    self.messages[m].reason = Reason.EXPERT_FAULT
+            return None
+
+    def _reserve(self, num_pairs: int, row_bytes: int) -> None:
+        if num_pairs > self._pair_capacity:
+            self._pair_capacity = capacity = max(num_pairs, 2 * self._pair_capacity)
+            self._pair_expert = np.zeros(capacity, np.int32)
+            self._pair_position = np.zeros(capacity, np.int32)
+            self._pair_reply_row = np.zeros(capacity, np.int32)
+            self._gather.pair_expert = self._pair_expert.ctypes.data
+            self._gather.pair_position = self._pair_position.ctypes.data
+            self._gather.pair_reply_row = self._pair_reply_row.ctypes.data
+            self._reply.pair_position = self._pair_position.ctypes.data
+            self._reply.pair_reply_row = self._pair_reply_row.ctypes.data
+            scales = capacity * -(-self.hidden_size // FP8_BLOCK)
+            self._scales = torch.empty(scales, dtype=torch.float32)
+            self._gather.gathered_scales = self._scales.data_ptr()
+        if num_pairs * row_bytes > self._rows.numel():
+            self._rows = torch.empty(self._pair_capacity * row_bytes, dtype=torch.uint8)
+            self._gather.gathered = self._rows.data_ptr()
+        self._gather.max_gathered_rows = self._pair_capacity
+
+    def _finish(self, num_messages: int) -> list[ClientLink]:
+        broken = []
+        for m in range(num_messages):
+            message = self.messages[m]
+            link, _ = self.links[message.slot]
+            self.slots[message.slot].previous_reply_seq = message.head.seq
+            self.num_messages += 1
+            if message.reason != Reason.OK:
+                self.num_refused += 1
+                log.warning("refused a message of client %s: %s", link.name,
+                            Reason(message.reason).name)
+            if self.statuses[m].code:
+                log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,
+                            self.statuses[m].code, self.statuses[m].syndrome)
+                broken.append(link)
+        return broken

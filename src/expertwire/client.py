@@ -1,0 +1,390 @@
+"""The attention side: route tokens to expert servers, push one message to each, add the replies.
+
+    client = Client("127.0.0.1:7700")
+    out = client.moe(layer, hidden, topk_ids, topk_weights)     # or, in two halves:
+    handle = client.dispatch(layer, hidden, topk_ids, topk_weights)
+    out = handle.combine()
+
+A batch larger than a slot goes as several chunks of tokens; a chunk takes one slot (the same index
+at every server) from its dispatch to its combine. A chunk whose server dies is sent again, whole,
+to whoever holds the experts now: the late replies of the old try carry an old seq and do not count.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import collect
+from .config import ClientConfig
+from .control import load_token
+from .device_structs import MessageShape
+from .errors import ConfigError, ExpertwireError
+from .flight import Flight
+from .hca import open_hca
+from .launch import hca_array
+from .links import Links
+from .membership import Membership
+from .message import DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape, dtype_of
+from .reference import quantise_fp8
+from .routing import RoutingTable
+from .stats import StageTimes
+
+if TYPE_CHECKING:
+    from .registry import Registry
+
+
+class Chunk:
+    """Tokens [begin, end) of one batch."""
+
+    def __init__(self, handle: Handle, begin: int, end: int):
+        self.handle = handle
+        self.begin, self.end = begin, end
+
+
+class Handle:
+    """A batch on its way. `combine()` waits for it; handles may be combined in any order."""
+
+    def __init__(self, client: Client, layer: int, batch: Batch):
+        self._client = client
+        self.layer = layer
+        self.batch = batch
+        self.num_open = 0  # chunks that are not combined yet
+        self.error: Exception | None = None
+
+    def combine(self) -> torch.Tensor:
+        """Waits for all replies and returns the layer's output.
+
+        Returns: [T, H] in the dtype of the dispatched hidden states.
+        Raises NoServerError, ServerLostError, WaitTimeout, RejectedError or HcaError.
+        """
+        with self._client.lock:
+            while self.num_open:
+                self._client.finish_oldest()
+        if self.error is not None:
+            raise self.error
+        return self.batch.output
+
+
+class Batch:
+    """Checked inputs of one dispatch, kept alive (and unchanged) until it is combined."""
+
+    def __init__(
+        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, fp8: bool
+    ):
+        self.output = torch.empty(hidden.shape, dtype=hidden.dtype)
+        self.ids = topk_ids if topk_ids.stride(-1) == 1 else topk_ids.contiguous()
+        weights = topk_weights.detach().to(torch.float32)
+        self.weights = weights if weights.stride(-1) == 1 else weights.contiguous()
+        self.scales: torch.Tensor | None = None
+        rows = hidden.detach()
+        if fp8:
+            rows, self.scales = quantise_fp8(rows, FP8_BLOCK)
+        self.rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+class Client:
+    """Sends batches of one model's MoE layers to its expert servers. Thread-safe.
+
+    registry: "HOST:PORT" of the registry, or a running Registry object.
+    token: the shared secret; default as `control.load_token`.
+    config: ClientConfig; single settings may be given as keywords instead.
+    """
+
+    def __init__(
+        self, registry: str | Registry, *, token: bytes | None = None, name: str | None = None,
+        config: ClientConfig | None = None, **settings: object,
+    ):
+        if config is not None and settings:
+            raise ConfigError("give either config or single settings, not both")
+        self.config = config or ClientConfig(**settings)  # type: ignore[arg-type]
+        self.name = name or f"client-{os.getpid()}-{secrets.token_hex(3)}"
+        self.client_id = secrets.randbits(31) + 1
+        self.lock = threading.RLock()
+        self.times = StageTimes()
+        self.num_skipped_ids = 0
+        self.num_retries = 0
+        self.trace: list | None = None  # set to a list to record flight spans (collect.py)
+        self._seq = 0
+        self._closed = False
+        address = registry if isinstance(registry, str) else registry.address
+        token = load_token() if token is None else token
+        self.hca = open_hca("soft")
+        self.engines = hca_array(self.hca.pointer)
+        self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
+        self._free = collections.deque(self._flights)
+        self._queued: collections.deque[Chunk] = collections.deque()
+        self.in_flight: collections.deque[Flight] = collections.deque()
+        self.membership = Membership(address, token, client_name=self.name)
+        self.links = Links(
+            self.hca, self.membership, token=token, client_id=self.client_id, name=self.name,
+            config=self.config, make_shape=self._make_shape,
+        )
+        self.membership.on_change = self.links.wake
+        self.links.start()
+        self.links.wake()
+
+    # ---------------------------------------------------------------- public
+
+    def moe(
+        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """One MoE layer: sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t]).
+
+        layer: index of the MoE layer. hidden: [T, H] in the model's dtype, CPU. topk_ids: [T, K]
+        int64 or int32; ids below 0 or >= num_experts are skipped and counted, duplicates add up.
+        topk_weights: [T, K] float. Returns [T, H] in hidden's dtype. Raises as `dispatch` and
+        `Handle.combine`.
+        """
+        return self.dispatch(layer, hidden, topk_ids, topk_weights).combine()
+
+    def dispatch(
+        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Handle:
+        """Sends a batch and returns without waiting for it; arguments as for `moe`.
+
+        The tensors must not change until the handle is combined. Raises ConfigError for inputs
+        that do not fit the model, NoServerError when an expert is held by nobody reachable within
+        `connect_timeout`.
+        """
+        with self.lock:
+            table = self._check(layer, hidden, topk_ids, topk_weights)
+            batch = Batch(hidden, topk_ids, topk_weights, self.config.fp8)
+            handle = Handle(self, layer, batch)
+            for begin in range(0, hidden.shape[0], self.config.max_rows):
+                end = min(begin + self.config.max_rows, hidden.shape[0])
+                self._queued.append(Chunk(handle, begin, end))
+                handle.num_open += 1
+            self._close_retired()
+            self._issue_queued(table)
+            if handle.error is not None and handle.num_open == 0:
+                raise handle.error
+            return handle
+
+    def wait_ready(self, timeout: float | None = None) -> dict:
+        """Waits until every expert of the model has a connected server; returns the model info.
+
+        Raises NoServerError naming the missing experts when `timeout` (default
+        connect_timeout) seconds are over.
+        """
+        timeout = self.config.connect_timeout if timeout is None else timeout
+        table = self.links.wait(lambda t: t.num_experts > 0 and not t.missing(), timeout)
+        missing = table.missing()
+        if missing or table.num_experts == 0:
+            raise self.links.no_server_error(0, missing)
+        return dict(self.links.model or {})
+
+    @property
+    def model_info(self) -> dict | None:
+        """What the servers say of their model (None before the first one is connected)."""
+        return self.links.model
+
+    def stats(self) -> dict:
+        """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""
+        return collect.client_stats(self)
+
+    def close(self) -> None:
+        """Leaves: closes connections, threads and shared memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.membership.on_change = None
+        with self.lock:
+            self.links.close()
+            self.membership.close()
+            self.hca.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- sending
+
+    def _make_shape(self, model: dict) -> SlotShape:
+        dtype = dtype_of(model["dtype"])
+        return SlotShape(
+            num_slots=self.config.num_slots, max_rows=self.config.max_rows,
+            experts_per_row=model["top_k"], hidden_size=model["hidden_size"],
+            element_bytes=dtype.itemsize, fp8=self.config.fp8,
+            reply_mode=int(ReplyMode.PER_EXPERT if self.config.batch_invariant else ReplyMode.SUM),
+            reply_element_bytes=dtype.itemsize,
+        )
+
+    def _check(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> RoutingTable:
+        if self._closed:
+            raise ConfigError("the client is closed")
+        table = self.links.table
+        if not table.links:
+            table = self.links.wait(lambda t: bool(t.links), self.config.connect_timeout)
+        model = self.links.model
+        if not table.links or model is None:
+            raise self.links.no_server_error(layer, [])
+        if hidden.dim() != 2 or hidden.shape[1] != model["hidden_size"]:
+            raise ConfigError(
+                f"hidden must be [T, {model['hidden_size']}] for {model['name']}, "
+                f"not {list(hidden.shape)}"
+            )
+        if hidden.dtype != dtype_of(model["dtype"]):
+            raise ConfigError(
+                f"hidden is {hidden.dtype}, the servers compute in {model['dtype']}: convert it, "
+                f"or start the servers with --dtype {str(hidden.dtype).removeprefix('torch.')}"
+            )
+        if hidden.device.type != "cpu":
+            raise ConfigError(f"hidden is on {hidden.device}; this client sends from CPU memory")
+        if ids.dim() != 2 or ids.shape[0] != hidden.shape[0] or ids.shape != weights.shape:
+            raise ConfigError(
+                f"topk_ids and topk_weights must both be [{hidden.shape[0]}, K], not "
+                f"{list(ids.shape)} and {list(weights.shape)}"
+            )
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(f"topk_ids must be int64 or int32, not {ids.dtype}")
+        if not weights.dtype.is_floating_point:
+            raise ConfigError(f"topk_weights must be floating point, not {weights.dtype}")
+        assert self.links.shape is not None
+        if not 1 <= ids.shape[1] <= self.links.shape.experts_per_row:
+            raise ConfigError(
+                f"{ids.shape[1]} experts per token; the model has top-{model['top_k']}"
+            )
+        if not 0 <= layer < model["num_layers"]:
+            raise ConfigError(f"layer {layer} does not exist: {model['name']} has "
+                              f"{model['num_layers']} MoE layers, numbered from 0")
+        return table
+
+    def _issue_queued(self, table: RoutingTable) -> None:
+        while self._queued and self._free:
+            chunk, flight = self._queued.popleft(), self._free.popleft()
+            if chunk.handle.error is not None:
+                self._end_chunk(flight, chunk, None)
+                continue
+            try:
+                self.issue(flight, chunk, table)
+            except ExpertwireError as err:
+                self._end_chunk(flight, chunk, err)
+            else:
+                self.in_flight.append(flight)
+
+    def issue(self, flight: Flight, chunk: Chunk, table: RoutingTable) -> None:
+        """Routes, packs and puts one chunk. The flight is then waiting for its loaded servers."""
+        batch, slots = chunk.handle.batch, self.links.shape
+        assert slots is not None
+        start = time.perf_counter_ns()
+        ids, weights = batch.ids[chunk.begin : chunk.end], batch.weights[chunk.begin : chunk.end]
+        rows = batch.rows[chunk.begin : chunk.end]
+        table = self._route(flight, chunk, table, ids)
+        routed = time.perf_counter_ns()
+
+        self._seq += 1
+        shape = MessageShape(
+            hidden_size=slots.hidden_size, data_type=DATA_TYPES[rows.dtype],
+            experts_per_row=ids.shape[1], num_experts=table.num_experts,
+            reply_mode=slots.reply_mode, reply_type=DATA_TYPES[batch.output.dtype],
+            client_id=self.client_id, layer=chunk.handle.layer, seq=self._seq, epoch=table.epoch,
+        )
+        pack = flight.pack
+        if batch.scales is not None:
+            scales = batch.scales[chunk.begin : chunk.end]
+            shape.scale_type, shape.scale_block = DATA_TYPES[torch.float32], FP8_BLOCK
+            pack.scales, pack.scales_stride = scales.data_ptr(), scales.stride(0)
+        flight.set_shape(shape)
+        pack.hidden = rows.data_ptr()
+        pack.hidden_stride = rows.stride(0) * rows.element_size()
+        pack.topk_ids, pack.ids_stride, pack.id_bytes = (
+            ids.data_ptr(), ids.stride(0), ids.element_size()
+        )
+        pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)
+        flight.waiting = flight.loaded()
+        for s in flight.waiting:
+            flight.servers[s].previous_seq = table.links[s].previous_seq[flight.slot_idx]
+            table.links[s].previous_seq[flight.slot_idx] = self._seq
+        flight.status.code = 0
+        flight.launch_pack.run()
+        packed = time.perf_counter_ns()
+        flight.launch_put.run(self.engines)
+        if self.config.do_ibgda:
+            self.hca.poll(4 * len(flight.waiting))
+            self.hca.kick()
+        else:
+            for s in flight.waiting:
+                table.links[s].endpoint.notify()
+        flight.chunk, flight.issued_ns = chunk, time.perf_counter_ns()
+        self.times.add("route", routed - start)
+        self.times.add("pack", packed - routed)
+        self.times.add("put", flight.issued_ns - packed)
+        collect.sent(self, flight, start, routed, packed)
+
+    def _route(
+        self, flight: Flight, chunk: Chunk, table: RoutingTable, ids: torch.Tensor
+    ) -> RoutingTable:
+        """Runs the route kernel; waits for a new table once if an expert is held by nobody."""
+        deadline = time.monotonic() + self.config.connect_timeout
+        while True:
+            assert self.links.shape is not None
+            flight.prepare(table, ids.shape[1], self.links.shape)
+            route = flight.route
+            route.topk_ids, route.ids_stride = ids.data_ptr(), ids.stride(0)
+            route.id_bytes, route.num_tokens = ids.element_size(), ids.shape[0]
+            flight.num_skipped.value, flight.missing_expert.value = 0, -1
+            flight.launch_route.run()
+            if flight.missing_expert.value < 0:
+                self.num_skipped_ids += flight.num_skipped.value
+                return table
+            left = deadline - time.monotonic()
+            old = table
+            if left > 0:
+                table = self.links.wait(lambda t: t is not old, left)
+            if table is old:
+                needed = set(ids.flatten().tolist())
+                missing = [e for e in table.missing() if e in needed]
+                raise self.links.no_server_error(chunk.handle.layer, missing)
+
+    # ---------------------------------------------------------------- receiving
+
+    def finish_oldest(self) -> None:
+        """Waits for the oldest chunk in flight, combines it, and sends the next one."""
+        flight = self.in_flight.popleft()
+        chunk = flight.chunk
+        assert chunk is not None
+        error: Exception | None = None
+        try:
+            collect.receive(self, flight, chunk)
+        except ExpertwireError as err:
+            error = err
+        except BaseException as err:  # interrupted: the slot is free again, the batch is not done
+            self._end_chunk(flight, chunk, ExpertwireError(f"batch abandoned: {err!r}"))
+            raise
+        self._end_chunk(flight, chunk, error)
+        self._issue_queued(self.links.table)
+
+    def _end_chunk(self, flight: Flight, chunk: Chunk, error: Exception | None) -> None:
+        flight.chunk = None
+        self._free.append(flight)
+        chunk.handle.num_open -= 1
+        if error is not None and chunk.handle.error is None:
+            chunk.handle.error = error
+
+    def _close_retired(self) -> None:
+        """Closes connections of servers that left, once no batch in flight was routed by them."""
+        if not self.links.retired or self.in_flight:
+            return
+        for flight in self._flights:
+            flight.prepare(RoutingTable(0, 0, []), 1, self.links.shape)  # type: ignore[arg-type]
+        while self.links.retired:
+            self.links.retired.pop().close()
+
+
+def output_rows(output: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    return output[chunk.begin : chunk.end]
+
+
+__all__: Sequence[str] = ("Batch", "Chunk", "Client", "Handle", "output_rows")

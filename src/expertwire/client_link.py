@@ -1,0 +1,164 @@
+"""The server's side of its connection to one client: what it asked for, its memory, its slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .config import ServerConfig
+from .connection import Endpoint
+from .control import Channel
+from .device_structs import SIGNAL_ADD, SIGNAL_WRITE, ServerSlot
+from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
+from .handles import ConnectionHandle, MemoryHandle
+from .hca.interface import Hca
+from .link import DATA_PROTOCOL, parse_hex
+from .message import ReplyMode, SlotShape
+
+
+class ClientLink:
+    """One connected client of a server."""
+
+    def __init__(self, request: dict[str, Any], shape: SlotShape, channel: Channel):
+        self.name = str(request.get("client", ""))[:64]
+        self.client_id = int(request["client_id"])
+        self.signal_mode = int(request["signal_mode"])
+        self.do_ibgda = bool(request.get("do_ibgda", True))
+        self.shape = shape
+        self.channel = channel
+        self.endpoint: Endpoint | None = None
+        self.last_seq = [0] * shape.num_slots
+        self.previous_reply_seq = [0] * shape.num_slots
+        self.closed = False
+
+    def fill_slot(self, entry: ServerSlot, slot_idx: int) -> None:
+        """Writes the device's view of one slot."""
+        end, shape = self.endpoint, self.shape
+        assert end is not None and end.remote is not None
+        entry.recv_addr = end.recv.addr + slot_idx * shape.request_slot_bytes
+        entry.recv_slot_bytes = shape.request_slot_bytes
+        entry.reply_addr = end.send.addr + slot_idx * shape.reply_slot_bytes
+        entry.reply_slot_bytes = shape.reply_slot_bytes
+        entry.remote_reply_addr = end.remote.addr + slot_idx * shape.reply_slot_bytes
+        entry.peer = end.peer_addr
+        entry.last_seq = self.last_seq[slot_idx]
+        entry.previous_reply_seq = self.previous_reply_seq[slot_idx]
+        entry.client_id, entry.open = self.client_id, 1
+        entry.max_rows, entry.max_pairs = shape.max_rows, shape.max_reply_rows
+        entry.slot_idx, entry.signal_mode = slot_idx, self.signal_mode
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.channel.close()
+            if self.endpoint is not None:
+                self.endpoint.close()
+
+
+def admit(
+    hca: Hca, channel: Channel, *, model: dict[str, Any], server_id: str, config: ServerConfig,
+    timeout: float,
+) -> ClientLink:
+    """Answers one client's connect request, after the channel's authentication.
+
+    A request that does not fit is answered with the reason. Raises ExpertwireError after that.
+    """
+    endpoint = None
+    fds: list[int] = []
+    try:
+        request, fds = channel.recv(timeout)
+        shape = check_request(request, model, config)
+        link = ClientLink(request, shape, channel)
+        endpoint = Endpoint(
+            hca, send_bytes=shape.num_slots * shape.reply_slot_bytes,
+            recv_bytes=shape.num_slots * shape.request_slot_bytes, num_qps=int(request["num_qps"]),
+            depth=config.queue_depth, timeout_ns=int(config.reply_timeout * 1e9),
+        )
+        memory = MemoryHandle.unpack(parse_hex(request, "memory"))
+        if memory.num_bytes < shape.num_slots * shape.reply_slot_bytes:
+            raise HandleError("the client offers less reply memory than its slots need")
+        taken, fds = fds, []
+        endpoint.connect(ConnectionHandle.unpack(parse_hex(request, "connection")), memory, taken)
+        channel.send(
+            {
+                "type": "connected", "server_id": server_id,
+                "connection": endpoint.connection_handle().pack().hex(),
+                "memory": endpoint.memory_handle().pack().hex(),
+            },
+            endpoint.fds(),
+        )
+        link.endpoint = endpoint
+        return link
+    except (ExpertwireError, OSError) as err:
+        refuse(channel, str(err))
+        for fd in fds:
+            _close_fd(fd)
+        if endpoint is not None:
+            endpoint.close()
+        channel.close()
+        if isinstance(err, OSError):
+            raise ProtocolError(f"connection set-up failed: {err}") from err
+        raise
+
+
+def refuse(channel: Channel, reason: str) -> None:
+    """Tells the peer why; it may be gone already."""
+    try:
+        channel.send({"type": "error", "reason": reason})
+    except (ExpertwireError, OSError):
+        pass
+
+
+def _close_fd(fd: int) -> None:
+    import os
+
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+
+def check_request(request: dict, model: dict, config: ServerConfig) -> SlotShape:
+    """The slot shape a client asks for, if this server can give it.
+
+    Raises ProtocolError for another protocol, ConfigError for another model or for sizes beyond
+    this server's limits.
+    """
+    if request.get("type") != "connect":
+        raise ProtocolError(f"expected a connect request, got {request.get('type')!r}")
+    if request.get("data_protocol") != DATA_PROTOCOL:
+        raise ProtocolError(
+            f"data protocol {request.get('data_protocol')!r}; this server speaks {DATA_PROTOCOL}"
+        )
+    if request.get("fingerprint") != model["fingerprint"]:
+        raise ConfigError(f"this server serves {model['name']}, the client wants another model")
+    fields = {field.name: int for field in dataclasses.fields(SlotShape)}
+    given = request.get("shape")
+    if not isinstance(given, dict) or set(given) != set(fields):
+        raise ProtocolError("connect request without a complete slot shape")
+    for name, value in given.items():
+        if not isinstance(value, int) or value < 0 or value >= 1 << 31:
+            raise ProtocolError(f"slot shape: {name} is {value!r}")
+    shape = SlotShape(**{**given, "fp8": bool(given["fp8"])})
+    if shape.hidden_size != model["hidden_size"]:
+        raise ConfigError(f"hidden size {shape.hidden_size}; the model has {model['hidden_size']}")
+    if shape.reply_mode not in list(ReplyMode):
+        raise ProtocolError(f"unknown reply mode {shape.reply_mode}")
+    if shape.experts_per_row > config.max_experts_per_row:
+        raise ConfigError(
+            f"{shape.experts_per_row} experts per row; the limit is {config.max_experts_per_row}"
+        )
+    largest = shape.num_slots * max(shape.request_slot_bytes, shape.reply_slot_bytes)
+    if largest > config.max_slot_bytes:
+        raise ConfigError(
+            f"{largest} bytes of slots; the limit is {config.max_slot_bytes}: lower max_rows or "
+            "num_slots at the client, or raise max_slot_bytes at the server"
+        )
+    if request.get("signal_mode") not in (SIGNAL_WRITE, SIGNAL_ADD):
+        raise ProtocolError(f"unknown signal mode {request.get('signal_mode')!r}")
+    num_qps, client_id = request.get("num_qps"), request.get("client_id")
+    if not isinstance(num_qps, int) or not 1 <= num_qps <= 64:
+        raise ProtocolError(f"{num_qps!r} queue pairs; from 1 to 64 are possible")
+    if not isinstance(client_id, int) or not 0 < client_id < 1 << 32:
+        raise ProtocolError(f"client id {client_id!r} does not fit 32 bits")
+    return shape

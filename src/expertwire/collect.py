@@ -1,0 +1,222 @@
+"""The receiving half of a client: wait for replies, route around servers that fail, combine."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from .device_structs import (
+    STAGE_NAMES,
+    STATUS_BAD_ARGUMENT,
+    STATUS_COMPLETION_ERROR,
+    STATUS_NAMES,
+    STATUS_TIMEOUT,
+    STATUS_TOO_MANY_SERVERS,
+    KernelStatus,
+)
+from .errors import (
+    ConfigError,
+    ExpertwireError,
+    HcaError,
+    ProtocolError,
+    RejectedError,
+    ServerLostError,
+    WaitTimeout,
+)
+from .hca.wqe import syndrome_name
+from .message import DATA_TYPES, REASON_TEXT, Reason
+
+if TYPE_CHECKING:
+    from .client import Chunk, Client
+    from .flight import Flight
+
+MAX_TRIES = 8  # a chunk is sent at most this often before its last error is raised
+
+
+def receive(client: Client, flight: Flight, chunk: Chunk) -> None:
+    """Waits for one chunk and combines it, sending it again while other servers can serve it.
+
+    Raises the error of the last try: ServerLostError, WaitTimeout, RejectedError, NoServerError.
+    """
+    for attempt in range(MAX_TRIES):
+        try:
+            raise_for_status(flight)
+            wait_replies(client, flight)
+            combine(client, flight, chunk)
+            return
+        except (ServerLostError, WaitTimeout, HcaError) as err:
+            if attempt + 1 == MAX_TRIES:
+                raise
+            failed = [flight.table.links[s] for s in failed_servers(flight)]  # type: ignore[union-attr]
+            for link in failed:
+                client.links.mark_lost(link, str(err))
+            table = client.links.table.without([*failed, *lost_links(client)])
+            client.num_retries += 1
+            client.issue(flight, chunk, table)
+
+
+def lost_links(client: Client) -> list:
+    return [link for link in client.links.table.links if link.lost]
+
+
+def failed_servers(flight: Flight) -> list[int]:
+    """Servers that this try cannot count on any more."""
+    assert flight.table is not None
+    failed = set(flight.waiting)
+    if flight.status.code:
+        failed = {flight.status.peer}
+    lost = [s for s in flight.waiting if flight.table.links[s].lost]
+    return lost or sorted(failed)
+
+
+def wait_replies(client: Client, flight: Flight) -> None:
+    """Until every loaded server's flag holds the seq. Spins, then sleeps; drives the engine."""
+    table = flight.table
+    assert table is not None
+    seq = flight.shape.seq
+    deadline = time.perf_counter_ns() + int(client.config.reply_timeout * 1e9)
+    spin_ns = int(client.config.spin_us * 1e3)
+    start = time.perf_counter_ns()
+    while flight.waiting:
+        arrived = [s for s in flight.waiting if client.hca.read_word(flight.flag_addr(s)) == seq]
+        now = time.perf_counter_ns()
+        for s in arrived:
+            flight.waiting.remove(s)
+            count_reply(client, flight, s, now)
+        if not flight.waiting:
+            break
+        if arrived:
+            continue
+        for s in flight.waiting:
+            if table.links[s].lost:
+                raise ServerLostError(
+                    f"server {table.links[s].server_id} went away during layer "
+                    f"{flight.shape.layer}", table.links[s].server_id, flight.shape.layer,
+                )
+        if now >= deadline:
+            link = table.links[flight.waiting[0]]
+            seen = client.hca.read_word(flight.flag_addr(flight.waiting[0]))
+            raise WaitTimeout(
+                f"no reply from server {link.server_id} within {client.config.reply_timeout} s "
+                f"(stage combine, expected seq {seq}, seen {seen}); it may be overloaded: raise "
+                "reply_timeout, or add servers", "combine", link.server_id, seq, seen,
+            )
+        words = [flight.flag_addr(s) for s in flight.waiting]
+        seen_words = [client.hca.read_word(word) for word in words]
+        if seq in seen_words:
+            continue
+        client.hca.wait(words, seen_words, spin_ns=spin_ns, timeout_ns=deadline - now)
+    client.times.add("wait", time.perf_counter_ns() - start)
+
+
+def count_reply(client: Client, flight: Flight, s: int, now: int) -> None:
+    assert flight.table is not None
+    entry = flight.servers[s]
+    rows = int(flight.batch_size[s])
+    row_bytes = flight.shape.hidden_size * _type_bytes(flight.shape.data_type)
+    reply_bytes = flight.shape.hidden_size * _type_bytes(flight.shape.reply_type)
+    flight.table.links[s].counters.add(
+        rows=rows, bytes_sent=rows * (row_bytes + 8 * flight.shape.experts_per_row) + 144,
+        bytes_received=flight.reply_rows(s) * reply_bytes + 72, duration_ns=now - flight.issued_ns,
+    )
+    if client.trace is not None:
+        head = flight.reply_head(s)
+        client.trace.append({
+            "kind": "reply", "layer": flight.shape.layer, "server": entry.server_id,
+            "server_id": flight.table.links[s].server_id, "sent_ns": flight.issued_ns,
+            "seen_ns": now, "queue_us": head.queue_us, "experts_us": head.experts_us,
+        })
+
+
+def _type_bytes(data_type: int) -> int:
+    from .message import DATA_TYPE_BYTES
+
+    return DATA_TYPE_BYTES[data_type]
+
+
+def combine(client: Client, flight: Flight, chunk: Chunk) -> None:
+    """Adds the partial results into the chunk's rows of the output."""
+    output = chunk.handle.batch.output[chunk.begin : chunk.end]
+    start = time.perf_counter_ns()
+    args = flight.combine
+    args.output = output.data_ptr()
+    args.output_stride = output.stride(0) * output.element_size()
+    args.output_type, args.num_tokens = DATA_TYPES[output.dtype], output.shape[0]
+    args.timeout_ns = int(client.config.reply_timeout * 1e9)
+    flight.launch_combine.run(client.engines)
+    end = time.perf_counter_ns()
+    client.times.add("combine", end - start)
+    if client.trace is not None:
+        client.trace.append({"kind": "combine", "layer": flight.shape.layer, "start_ns": start,
+                             "end_ns": end})
+    raise_for_status(flight)
+
+
+def sent(client: Client, flight: Flight, start: int, routed: int, packed: int) -> None:
+    if client.trace is not None:
+        client.trace.append({
+            "kind": "send", "layer": flight.shape.layer, "start_ns": start, "routed_ns": routed,
+            "packed_ns": packed, "put_ns": flight.issued_ns,
+        })
+
+
+def raise_for_status(flight: Flight) -> None:
+    """The exception for what a kernel reported, if it reported something."""
+    status = flight.status
+    if status.code == 0:
+        return
+    assert flight.table is not None
+    link = flight.table.links[status.peer] if status.peer < len(flight.table.links) else None
+    error = status_error(status, link.server_id if link else "", flight.shape.layer)
+    if link is not None and link.lost and not isinstance(error, RejectedError):
+        error = ServerLostError(
+            f"server {link.server_id} went away during layer {flight.shape.layer}",
+            link.server_id, flight.shape.layer,
+        )
+    raise error
+
+
+def status_error(status: KernelStatus, peer: str, layer: int) -> ExpertwireError:
+    """A KernelStatus in words."""
+    stage = STAGE_NAMES.get(status.stage, str(status.stage))
+    where = f"layer {layer}, stage {stage}, server {peer}"
+    if status.code == STATUS_COMPLETION_ERROR:
+        return HcaError(
+            f"{where}: error completion, syndrome {status.syndrome:#04x} "
+            f"({syndrome_name(status.syndrome)}) on work-queue entry {status.wqe_idx}",
+            status.syndrome, status.wqe_idx, peer,
+        )
+    if status.code == STATUS_TIMEOUT:
+        return WaitTimeout(
+            f"{where}: timed out, expected {status.expected}, seen {status.seen}", stage, peer,
+            status.expected, status.seen,
+        )
+    if status.code == STATUS_BAD_ARGUMENT and status.syndrome:
+        reason = Reason(status.syndrome)
+        return RejectedError(
+            f"{where}: the server refused the message: {REASON_TEXT[reason]}", reason, peer
+        )
+    if status.code == STATUS_BAD_ARGUMENT:
+        return ProtocolError(
+            f"{where}: the reply's head is damaged or does not fit the request "
+            f"(expected {status.expected}, seen {status.seen})"
+        )
+    if status.code == STATUS_TOO_MANY_SERVERS:
+        return ConfigError(
+            f"{where}: the batch goes to {status.seen} servers, max_servers is {status.expected}"
+        )
+    name = STATUS_NAMES.get(status.code, str(status.code))
+    return HcaError(f"{where}: {name} (expected {status.expected:#x}, seen {status.seen:#x})",
+                    peer=peer)
+
+
+def client_stats(client: Client) -> dict[str, Any]:
+    table = client.links.table
+    return {
+        "epoch": table.epoch,
+        "stages": client.times.summary(),
+        "servers": {link.server_id: {"seat": link.seat, "experts": len(link.experts),
+                                     **link.counters.summary()} for link in table.links},
+        "skipped_ids": client.num_skipped_ids,
+        "retries": client.num_retries,
+    }

@@ -1,0 +1,69 @@
+"""Settings of clients and servers, with their defaults and what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .device_structs import SIGNAL_ADD, SIGNAL_WRITE
+from .errors import ConfigError
+
+SIGNAL_MODES = {"write": SIGNAL_WRITE, "add": SIGNAL_ADD}
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """How a client sends. All times in seconds."""
+
+    max_rows: int = 256  # rows per message; a larger batch goes as several messages
+    num_slots: int = 2  # messages in flight per server: the credit, and double batching
+    batch_invariant: bool = True  # one reply row per (token, expert), summed in slot order here
+    fp8: bool = False  # send hidden rows as e4m3 with one fp32 scale per 128 elements
+    do_ibgda: bool = True  # False: store straight into the mapped slot of the peer
+    signal_mode: str = "write"  # "write" or "add" (masked fetch-add)
+    num_qps: int = 1
+    queue_depth: int = 1024  # work-queue blocks per queue pair, a power of two
+    connect_timeout: float = 5.0  # until the experts of a batch are held by somebody reachable
+    reply_timeout: float = 30.0  # silence of one server before its rows go elsewhere
+    spin_us: float = 50.0  # spinning before sleeping while waiting for a reply
+    max_servers: int = 1024  # more loaded servers in one batch is an error
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_rows", "num_slots", "num_qps", "max_servers")
+        _check_positive(self, "connect_timeout", "reply_timeout")
+        if self.signal_mode not in SIGNAL_MODES:
+            raise ConfigError(
+                f"signal_mode must be one of {', '.join(SIGNAL_MODES)}, not {self.signal_mode!r}"
+            )
+        _check_depth(self.queue_depth)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How a server receives and computes. All times in seconds."""
+
+    max_batch_rows: int = 1024  # rows of one batch, over all clients
+    linger: float = 0.0  # how long a batch waits for more clients once one is there
+    batch_invariant: bool = True  # a row's result does not depend on what else is in the batch
+    queue_depth: int = 1024
+    spin_us: float = 50.0
+    idle_timeout: float = 0.5  # longest sleep between looks at the flags
+    reply_timeout: float = 1.0  # how long a reply may wait for a free work-queue slot
+    max_connections: int = 1024
+    max_slot_bytes: int = 1 << 32  # memory one client may ask for, per direction
+    max_experts_per_row: int = 64
+    num_threads: int | None = field(default=None)  # torch threads; None: leave as it is
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_batch_rows", "max_connections", "max_experts_per_row")
+        _check_depth(self.queue_depth)
+
+
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{name} must be positive, not {getattr(config, name)}")
+
+
+def _check_depth(depth: int) -> None:
+    if not 16 <= depth <= 32768 or depth & (depth - 1):
+        raise ConfigError(f"queue_depth must be a power of two from 16 to 32768, not {depth}")

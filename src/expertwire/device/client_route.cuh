@@ -1,0 +1,83 @@
+// Route: top-k expert ids -> which rows go to which server, and where each pair's result will be.
+//
+// One block. A token goes to a server once, however many of its experts live there. Row order is
+// token order, so that the same ids always make the same messages. An expert with replicas is
+// served by replica (token index mod replicas): cheap, even, and the same on every run.
+#pragma once
+
+#include "client_state.cuh"
+
+struct ClientRouteArgs {
+  u64 topk_ids;        // [num_tokens][ids_stride] i64 or i32
+  u64 ids_stride;      // elements between rows
+  u64 expert_servers;  // i32 [num_experts][max_replicas]: server index, -1 ends the list
+  RouteTables tables;  // out
+  u64 num_skipped;     // u64*, out: ids below 0 or beyond num_experts, added up
+  u64 missing_expert;  // i32*, out: an expert that no server holds, -1 if none
+  u32 id_bytes, num_tokens, experts_per_row, num_experts, max_replicas, reply_mode;
+};
+
+EW_DEVICE i64 load_id(const ClientRouteArgs& args, u32 token, u32 k) {
+  const u64 i = token * args.ids_stride + k;
+  return args.id_bytes == 8 ? at<const i64>(args.topk_ids)[i] : at<const i32>(args.topk_ids)[i];
+}
+
+EW_DEVICE i32 server_of(const ClientRouteArgs& args, i64 expert, u32 token) {
+  const i32* replicas = at<const i32>(args.expert_servers) + expert * args.max_replicas;
+  u32 num_replicas = 0;
+  while (num_replicas < args.max_replicas && replicas[num_replicas] >= 0) ++num_replicas;
+  return num_replicas ? replicas[token % num_replicas] : -1;
+}
+
+EW_KERNEL(client_route, ClientRouteArgs) {
+  i32* pair_server = at<i32>(args.tables.pair_server);
+  i32* pair_row = at<i32>(args.tables.pair_row);
+  const u32 top_k = args.experts_per_row;
+
+  for (u32 i = thread_idx(); i < args.num_tokens * top_k; i += block_dim()) {
+    const i64 expert = load_id(args, i / top_k, i % top_k);
+    i32 server = -1;
+    if (expert < 0 || expert >= args.num_experts) {
+      atomic_add(at<u64>(args.num_skipped), 1ull);
+    } else {
+      server = server_of(args, expert, i / top_k);
+      if (server < 0) *at<i32>(args.missing_expert) = static_cast<i32>(expert);
+    }
+    pair_server[i] = server;
+    pair_row[i] = -1;
+  }
+  block_sync();
+
+  for (u32 s = warp_id(); s < args.tables.num_servers; s += num_warps()) {
+    u32* row_token = at<u32>(args.tables.row_token) + static_cast<u64>(s) * args.tables.row_stride;
+    u32 rows = 0, pairs = 0;
+    for (u32 begin = 0; begin < args.num_tokens; begin += warp_size()) {
+      const u32 token = begin + lane_id();
+      u32 count = 0;
+      if (token < args.num_tokens)
+        for (u32 k = 0; k < top_k; ++k) count += pair_server[token * top_k + k] == static_cast<i32>(s);
+      // Both running sums in one collective: rows in the low half, pairs in the high half.
+      u32 total = 0;
+      const u32 before = warp_exclusive_sum((count ? 1u : 0u) | (count << 16), &total);
+      if (count) {
+        const u32 row = rows + (before & 0xffff);
+        u32 next_pair = pairs + (before >> 16);
+        row_token[row] = token;
+        bool covered = false;
+        for (u32 k = 0; k < top_k; ++k) {
+          if (pair_server[token * top_k + k] != static_cast<i32>(s)) continue;
+          if (args.reply_mode == kReplyPerExpert)
+            pair_row[token * top_k + k] = static_cast<i32>(next_pair++);
+          else if (!covered)
+            pair_row[token * top_k + k] = static_cast<i32>(row);
+          covered = true;
+        }
+      }
+      rows += total & 0xffff, pairs += total >> 16;
+    }
+    if (lane_id() == 0) {
+      at<u32>(args.tables.batch_size)[s] = rows;
+      at<u32>(args.tables.num_pairs)[s] = pairs;
+    }
+  }
+}

@@ -1,0 +1,59 @@
+// A kernel that runs a list of queue-pair operations, so that tests and benchmarks can drive
+// ibgda_device.cuh directly, with any number of warps.
+#pragma once
+
+#include "client_state.cuh"
+
+enum IbgdaOp : u32 {
+  kRunPut = 0, kRunPutAlwaysPost = 1, kRunInline = 2, kRunAdd4 = 3, kRunAdd8 = 4, kRunGet = 5, kRunQuiet = 6,
+  kRunSignalImm = 7,
+};
+
+struct IbgdaOperation {  // 48 bytes
+  u64 remote_addr, local_addr, num_bytes, value;
+  u32 op, qp_id, message_idx, reserved;
+};
+
+struct IbgdaRunArgs {
+  u64 peer;        // IbgdaPeer*
+  u64 operations;  // IbgdaOperation [num_warps of the launch][num_operations]
+  u64 status;      // KernelStatus [num_warps of the launch]
+  u32 num_operations, peer_idx;
+};
+
+EW_DEVICE bool run_operation(const IbgdaRunArgs& args, const IbgdaOperation& o, KernelStatus* status) {
+  const IbgdaPeer* peer = at<const IbgdaPeer>(args.peer);
+  const u32 bytes = static_cast<u32>(o.num_bytes);
+  switch (o.op) {
+    case kRunPut:
+      return ibgda_put_nbi_warp<false>(peer, o.remote_addr, o.local_addr, o.num_bytes, o.qp_id, o.message_idx, status,
+                                       args.peer_idx);
+    case kRunPutAlwaysPost:
+      return ibgda_put_nbi_warp<true>(peer, o.remote_addr, o.local_addr, o.num_bytes, o.qp_id, o.message_idx, status,
+                                      args.peer_idx);
+    case kRunInline:
+      return ibgda_put_inline(peer, o.remote_addr, o.value, bytes, o.qp_id, status, args.peer_idx);
+    case kRunAdd4:
+      return ibgda_add_nonfetch(peer, o.remote_addr, o.value, 4, o.qp_id, status, args.peer_idx);
+    case kRunAdd8:
+      return ibgda_add_nonfetch(peer, o.remote_addr, o.value, 8, o.qp_id, status, args.peer_idx);
+    case kRunGet:
+      return ibgda_get_nbi_warp(peer, o.remote_addr, o.local_addr, bytes, o.qp_id, status, args.peer_idx);
+    case kRunSignalImm:
+      return ibgda_signal_imm(peer, o.remote_addr, static_cast<u32>(o.value), o.qp_id, status, args.peer_idx);
+    default: {
+      u32 ok = 1;
+      if (lane_id() == 0) ok = ibgda_quiet(peer, peer_qp(peer, o.qp_id), status, args.peer_idx);
+      return warp_shuffle(ok, 0);
+    }
+  }
+}
+
+EW_KERNEL(ibgda_run, IbgdaRunArgs) {
+  const u32 warp = global_warp();
+  for (u32 i = 0; i < args.num_operations; ++i) {
+    const IbgdaOperation& operation =
+        at<const IbgdaOperation>(args.operations)[static_cast<u64>(warp) * args.num_operations + i];
+    if (!run_operation(args, operation, at<KernelStatus>(args.status) + warp)) return;
+  }
+}

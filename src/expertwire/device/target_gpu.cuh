@@ -1,0 +1,168 @@
+// GPU half of target.cuh: CUDA intrinsics and the few PTX instructions that have none.
+#pragma once
+
+#define EW_DEVICE __device__ __forceinline__
+#define EW_KERNEL(name, Args) extern "C" __global__ void name(const __grid_constant__ Args args)
+#define EW_SHARED(Type, name) __shared__ Type name
+
+EW_DEVICE u32 thread_idx() { return threadIdx.x; }
+EW_DEVICE u32 block_idx() { return blockIdx.x; }
+EW_DEVICE u32 block_dim() { return blockDim.x; }
+EW_DEVICE u32 grid_dim() { return gridDim.x; }
+EW_DEVICE constexpr u32 warp_size() { return 32; }
+EW_DEVICE u32 lane_id() { return threadIdx.x & 31; }
+EW_DEVICE u32 warp_id() { return threadIdx.x >> 5; }
+EW_DEVICE u32 num_warps() { return (blockDim.x + 31) >> 5; }
+
+EW_DEVICE void warp_sync() { __syncwarp(); }
+EW_DEVICE void block_sync() { __syncthreads(); }
+template <typename T>
+EW_DEVICE T warp_shuffle(T value, u32 lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+EW_DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+EW_DEVICE u32 warp_exclusive_sum(u32 value, u32* total) {
+  u32 sum = value;
+  for (u32 step = 1; step < 32; step *= 2) {
+    const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane_id() >= step) sum += other;
+  }
+  *total = __shfl_sync(0xffffffffu, sum, 31);
+  return sum - value;
+}
+
+EW_DEVICE u16 bswap16(u16 v) { return static_cast<u16>(__byte_perm(v, 0, 0x4401)); }
+EW_DEVICE u32 bswap32(u32 v) { return __byte_perm(v, 0, 0x0123); }
+EW_DEVICE u64 bswap64(u64 v) {
+  return (static_cast<u64>(bswap32(static_cast<u32>(v))) << 32) | bswap32(static_cast<u32>(v >> 32));
+}
+
+// PTX memory operations: `.relaxed/.acquire/.release` with an explicit scope (PTX ISA, "Memory
+// Consistency Model"). One macro per shape, since the scope is part of the opcode.
+#define EW_PTX_LOAD(NAME, ORDER, BITS, REG)                                                  \
+  EW_DEVICE u##BITS NAME(const u##BITS* p, Scope scope) {                                    \
+    u##BITS v;                                                                               \
+    if (scope == Scope::kSystem)                                                             \
+      asm volatile("ld." ORDER ".sys.u" #BITS " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+    else                                                                                     \
+      asm volatile("ld." ORDER ".gpu.u" #BITS " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+    return v;                                                                                \
+  }
+#define EW_PTX_STORE(NAME, ORDER, BITS, REG)                                                  \
+  EW_DEVICE void NAME(u##BITS* p, u##BITS v, Scope scope) {                                  \
+    if (scope == Scope::kSystem)                                                             \
+      asm volatile("st." ORDER ".sys.u" #BITS " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
+    else                                                                                     \
+      asm volatile("st." ORDER ".gpu.u" #BITS " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
+  }
+EW_PTX_LOAD(load_relaxed, "relaxed", 16, "h")
+EW_PTX_LOAD(load_relaxed, "relaxed", 32, "r")
+EW_PTX_LOAD(load_relaxed, "relaxed", 64, "l")
+EW_PTX_LOAD(load_acquire, "acquire", 32, "r")
+EW_PTX_LOAD(load_acquire, "acquire", 64, "l")
+EW_PTX_STORE(store_relaxed, "relaxed", 32, "r")
+EW_PTX_STORE(store_relaxed, "relaxed", 64, "l")
+EW_PTX_STORE(store_release, "release", 32, "r")
+EW_PTX_STORE(store_release, "release", 64, "l")
+
+EW_DEVICE void store_vec16(Vec16* p, const Vec16& v, Scope scope) {
+  if (scope == Scope::kSystem)
+    asm volatile("st.relaxed.sys.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+  else
+    asm volatile("st.relaxed.gpu.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+EW_DEVICE void fence(Scope scope) {
+  if (scope == Scope::kSystem)
+    __threadfence_system();
+  else
+    __threadfence();
+}
+
+// Queue state is touched by device code of one GPU only, so device scope is enough.
+EW_DEVICE u32 atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
+EW_DEVICE u64 atomic_add(u64* p, u64 v) { return atomicAdd(p, v); }
+EW_DEVICE u32 atomic_cas(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
+EW_DEVICE u64 atomic_cas(u64* p, u64 expected, u64 v) { return atomicCAS(p, expected, v); }
+EW_DEVICE u64 atomic_max(u64* p, u64 v) { return atomicMax(p, v); }
+EW_DEVICE u32 atomic_exchange(u32* p, u32 v) { return atomicExch(p, v); }
+
+EW_DEVICE u64 clock_ns() {
+  u64 ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+EW_DEVICE void spin_pause() { __nanosleep(20); }
+
+// 16 bytes a lane and step where both sides allow it, otherwise 4, otherwise bytes.
+EW_DEVICE void warp_copy(void* dst, const void* src, u64 num_bytes) {
+  const u64 mix = reinterpret_cast<u64>(dst) | reinterpret_cast<u64>(src);
+  const u32 unit = (mix & 15) == 0 ? 16 : (mix & 3) == 0 ? 4 : 1;
+  const u64 num_units = num_bytes / unit;
+  if (unit == 16) {
+    auto* d = static_cast<uint4*>(dst);
+    auto* s = static_cast<const uint4*>(src);
+    u64 i = lane_id();
+    for (; i + 96 < num_units; i += 128) {  // four independent loads in flight
+      const uint4 a = s[i], b = s[i + 32], c = s[i + 64], e = s[i + 96];
+      d[i] = a, d[i + 32] = b, d[i + 64] = c, d[i + 96] = e;
+    }
+    for (; i < num_units; i += 32) d[i] = s[i];
+  } else if (unit == 4) {
+    for (u64 i = lane_id(); i < num_units; i += 32)
+      static_cast<u32*>(dst)[i] = static_cast<const u32*>(src)[i];
+  }
+  const u64 done = unit == 1 ? 0 : num_units * unit;
+  for (u64 i = done + lane_id(); i < num_bytes; i += 32)
+    static_cast<u8*>(dst)[i] = static_cast<const u8*>(src)[i];
+}
+EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
+  for (u64 i = lane_id(); i < num_bytes; i += 32) static_cast<u8*>(dst)[i] = 0;
+}
+
+EW_DEVICE float half_to_float(u16 bits) {
+  float v;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+  return v;
+}
+EW_DEVICE u16 float_to_half(float v) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+  return bits;
+}
+EW_DEVICE float load_element(const void* row, u32 type, u64 i) {
+  if (type == kFloat32) return static_cast<const float*>(row)[i];
+  const u16 bits = static_cast<const u16*>(row)[i];
+  return type == kBFloat16 ? __uint_as_float(static_cast<u32>(bits) << 16) : half_to_float(bits);
+}
+EW_DEVICE u16 float_to_bfloat16(float v) {
+  const u32 bits = __float_as_uint(v);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<u16>((bits >> 16) | 0x40);  // NaN stays NaN
+  return static_cast<u16>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+EW_DEVICE void store_element(void* row, u32 type, u64 i, float v) {
+  if (type == kFloat32)
+    static_cast<float*>(row)[i] = v;
+  else
+    static_cast<u16*>(row)[i] = type == kBFloat16 ? float_to_bfloat16(v) : float_to_half(v);
+}
+
+// dst[i] = round(sum over j, in order, of weight * row_at(j, &weight)[i]); row_at may return null to
+// skip a term. Products and sums are single fp32 operations rounded to nearest, never contracted,
+// so CPU and GPU give the same bits.
+template <typename RowAt>
+EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 num_elements, RowAt row_at) {
+  for (u64 i = lane_id(); i < num_elements; i += 32) {
+    float sum = 0.0f;
+    for (u32 j = 0; j < num_rows; ++j) {
+      float weight = 1.0f;
+      const void* row = row_at(j, &weight);
+      if (row) sum = __fadd_rn(sum, __fmul_rn(weight, load_element(row, src_type, i)));
+    }
+    store_element(dst, dst_type, i, sum);
+  }
+}

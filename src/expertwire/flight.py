@@ -1,0 +1,126 @@
+"""One batch in one slot: its kernel arguments, kept and refilled, and what it waits for."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .config import SIGNAL_MODES, ClientConfig
+from .device_structs import (
+    ClientCombineArgs,
+    ClientPackArgs,
+    ClientPutArgs,
+    ClientRouteArgs,
+    ClientServer,
+    KernelStatus,
+    MessageShape,
+    ReplyHead,
+    RouteTables,
+)
+from .launch import Launch
+from .message import FLAG_BYTES, ReplyMode, SlotShape
+from .routing import RoutingTable
+
+if TYPE_CHECKING:
+    from .client import Chunk
+    from .link import ServerLink
+
+
+class Flight:
+    """Buffers and launches of one slot index, the same index at every server."""
+
+    def __init__(self, slot_idx: int, config: ClientConfig):
+        self.slot_idx = slot_idx
+        self.config = config
+        self.table: RoutingTable | None = None
+        self.top_k = 0
+        self.chunk: Chunk | None = None
+        self.issued_ns = 0
+        self.waiting: list[int] = []  # server indices whose reply is not in yet
+        self.status = KernelStatus()
+        self.num_skipped = ctypes.c_uint64()
+        self.missing_expert = ctypes.c_int32()
+        self.shape = MessageShape()
+
+    def prepare(self, table: RoutingTable, top_k: int, slots: SlotShape) -> None:
+        """Makes the tables fit this routing table and top-k. Free when neither changed."""
+        if table is self.table and top_k == self.top_k:
+            return
+        self.table, self.top_k = table, top_k
+        num_servers, max_rows = len(table.links), slots.max_rows
+        self.batch_size = np.zeros(max(num_servers, 1), np.uint32)
+        self.num_pairs = np.zeros(max(num_servers, 1), np.uint32)
+        self._row_token = np.zeros((max(num_servers, 1), max_rows), np.uint32)
+        self._pair_server = np.zeros((max_rows, top_k), np.int32)
+        self._pair_row = np.zeros((max_rows, top_k), np.int32)
+        self.servers = (ClientServer * max(num_servers, 1))()
+        for entry, link in zip(self.servers, table.links, strict=False):
+            self._fill_server(entry, link, slots)
+        tables = RouteTables(
+            batch_size=self.batch_size.ctypes.data, num_pairs=self.num_pairs.ctypes.data,
+            row_token=self._row_token.ctypes.data, pair_server=self._pair_server.ctypes.data,
+            pair_row=self._pair_row.ctypes.data, row_stride=max_rows, num_servers=num_servers,
+        )
+        servers, status = ctypes.addressof(self.servers), ctypes.addressof(self.status)
+        self.route = ClientRouteArgs(
+            tables=tables, expert_servers=table.expert_servers.ctypes.data,
+            num_skipped=ctypes.addressof(self.num_skipped),
+            missing_expert=ctypes.addressof(self.missing_expert), experts_per_row=top_k,
+            num_experts=table.num_experts, max_replicas=table.max_replicas,
+            reply_mode=slots.reply_mode,
+        )
+        self.pack = ClientPackArgs(servers=servers, tables=tables)
+        self.put = ClientPutArgs(
+            servers=servers, tables=tables, status=status,
+            max_loaded_servers=self.config.max_servers,
+            signal_mode=SIGNAL_MODES[self.config.signal_mode],
+        )
+        self.combine = ClientCombineArgs(servers=servers, tables=tables, status=status)
+        put_kernel = "client_put_ibgda" if self.config.do_ibgda else "client_put_direct"
+        self.launch_route = Launch([("client_route", self.route)])
+        self.launch_pack = Launch([("client_pack", self.pack)])
+        self.launch_put = Launch([(put_kernel, self.put)])
+        self.launch_combine = Launch([("client_combine", self.combine)])
+
+    def _fill_server(self, entry: ClientServer, link: ServerLink, slots: SlotShape) -> None:
+        end = link.endpoint
+        assert end.remote is not None, "routing to a server that is not connected"
+        entry.request_slot_bytes = slots.request_slot_bytes
+        entry.reply_slot_bytes = slots.reply_slot_bytes
+        entry.send_addr = end.send.addr + self.slot_idx * slots.request_slot_bytes
+        entry.remote_addr = end.remote.addr + self.slot_idx * slots.request_slot_bytes
+        entry.reply_addr = end.recv.addr + self.slot_idx * slots.reply_slot_bytes
+        entry.peer = end.peer_addr
+        entry.max_rows, entry.max_pairs = slots.max_rows, slots.max_reply_rows
+        entry.slot_idx, entry.server_id = self.slot_idx, link.seat
+
+    def loaded(self) -> list[int]:
+        """Indices of the servers that this batch sends to."""
+        return np.flatnonzero(self.batch_size).tolist()
+
+    def set_shape(self, shape: MessageShape) -> None:
+        """The same message shape for every stage of this batch."""
+        self.shape = shape
+        self.pack.shape = shape
+        self.put.shape = shape
+        self.combine.shape = shape
+
+    def flag_addr(self, server_idx: int) -> int:
+        """Address of the reply flag of one server, a u64 that becomes the batch's seq."""
+        entry = self.servers[server_idx]
+        return entry.reply_addr + entry.reply_slot_bytes - FLAG_BYTES
+
+    def reply_head(self, server_idx: int) -> ReplyHead:
+        """View of the reply head; meaningful once the flag holds the batch's seq."""
+        return ReplyHead.from_address(self.flag_addr(server_idx) - ctypes.sizeof(ReplyHead))
+
+    def reply_rows(self, server_idx: int) -> int:
+        """Rows that the server's reply has."""
+        per_expert = self.shape.reply_mode == ReplyMode.PER_EXPERT
+        return int((self.num_pairs if per_expert else self.batch_size)[server_idx])
+
+    def age_ns(self) -> int:
+        return time.perf_counter_ns() - self.issued_ns

@@ -1,0 +1,86 @@
+"""Connection and memory handles: small versioned byte strings that two peers exchange.
+
+Layout (little-endian): 4 bytes magic | u16 version | u16 body length | body | u32 CRC-32 of all
+before it. A handle that is truncated, damaged, or of another version is refused (HandleError).
+They carry no secret that helps without the file descriptors that travel beside them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from .errors import HandleError
+
+HANDLE_VERSION = 1
+_PREFIX = struct.Struct("<4sHH")
+
+
+def _seal(magic: bytes, body: bytes) -> bytes:
+    head = _PREFIX.pack(magic, HANDLE_VERSION, len(body)) + body
+    return head + struct.pack("<I", zlib.crc32(head))
+
+
+def _open(magic: bytes, raw: bytes, what: str) -> bytes:
+    if len(raw) < _PREFIX.size + 4:
+        raise HandleError(f"{what} handle is truncated: {len(raw)} bytes")
+    found, version, length = _PREFIX.unpack_from(raw)
+    if found != magic:
+        raise HandleError(f"not a {what} handle: it begins with {found!r}, expected {magic!r}")
+    if version != HANDLE_VERSION:
+        raise HandleError(
+            f"{what} handle of version {version}; this side speaks version {HANDLE_VERSION}: "
+            "use the same expertwire release on both sides"
+        )
+    if len(raw) != _PREFIX.size + length + 4:
+        raise HandleError(f"{what} handle has {len(raw)} bytes, its head says {length} of body")
+    (checksum,) = struct.unpack("<I", raw[-4:])
+    if checksum != zlib.crc32(raw[:-4]):
+        raise HandleError(f"{what} handle is damaged: its checksum does not match")
+    return raw[_PREFIX.size : -4]
+
+
+@dataclass(frozen=True)
+class ConnectionHandle:
+    """Where a peer's queue pairs are: their numbers, in the order both sides pair them up."""
+
+    qpns: tuple[int, ...]
+    MAGIC = b"EWCH"
+
+    def pack(self) -> bytes:
+        return _seal(self.MAGIC, struct.pack(f"<{len(self.qpns)}I", *self.qpns))
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> ConnectionHandle:
+        body = _open(cls.MAGIC, raw, "connection")
+        if len(body) % 4 or not body:
+            raise HandleError(f"connection handle with a body of {len(body)} bytes")
+        return cls(struct.unpack(f"<{len(body) // 4}I", body))
+
+
+@dataclass(frozen=True)
+class MemoryHandle:
+    """A region the peer may write: its address there, its size in bytes, and the key for it."""
+
+    addr: int
+    num_bytes: int
+    rkey: int
+    fd_idx: int
+    MAGIC = b"EWMH"
+    _BODY = struct.Struct("<QQII")
+
+    def pack(self) -> bytes:
+        return _seal(
+            self.MAGIC, self._BODY.pack(self.addr, self.num_bytes, self.rkey, self.fd_idx)
+        )
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> MemoryHandle:
+        body = _open(cls.MAGIC, raw, "memory")
+        if len(body) != cls._BODY.size:
+            raise HandleError(f"memory handle with a body of {len(body)} bytes")
+        handle = cls(*cls._BODY.unpack(body))
+        if handle.num_bytes == 0 or handle.addr + handle.num_bytes > 1 << 64:
+            raise HandleError("memory handle with an impossible address range")
+        return handle

@@ -1,0 +1,93 @@
+"""The client's side of its connection to one server: handshake, memory, counters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .config import SIGNAL_MODES, ClientConfig
+from .connection import Endpoint
+from .control import Channel, connect_unix
+from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
+from .handles import ConnectionHandle, MemoryHandle
+from .hca.interface import Hca
+from .message import SlotShape
+from .stats import ServerCounters
+
+DATA_PROTOCOL = 1
+
+
+class ServerLink:
+    """One connected server. `lost` and `suspect` are set by whoever notices, read by routing."""
+
+    def __init__(
+        self, server_id: str, seat: int, experts: list[int], endpoint: Endpoint, channel: Channel,
+        shape: SlotShape,
+    ):
+        self.server_id = server_id
+        self.seat = seat
+        self.experts = experts
+        self.endpoint = endpoint
+        self.channel = channel
+        self.shape = shape
+        self.lost = False
+        self.previous_seq = [0] * shape.num_slots  # what each request slot's flag holds
+        self.counters = ServerCounters()
+
+    def close(self) -> None:
+        self.channel.close()
+        self.endpoint.close()
+
+
+def open_link(
+    hca: Hca, server: Any, *, token: bytes, client_id: int, client_name: str, shape: SlotShape,
+    fingerprint: str, config: ClientConfig,
+) -> ServerLink:
+    """Connects to one server (a membership.ServerInfo).
+
+    Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
+    the server refuses (another model, sizes beyond its limits).
+    """
+    channel = connect_unix(server.address, token, config.connect_timeout)
+    endpoint = None
+    try:
+        endpoint = Endpoint(
+            hca, send_bytes=shape.num_slots * shape.request_slot_bytes,
+            recv_bytes=shape.num_slots * shape.reply_slot_bytes, num_qps=config.num_qps,
+            depth=config.queue_depth, timeout_ns=int(config.reply_timeout * 1e9),
+        )
+        request = {
+            "type": "connect", "data_protocol": DATA_PROTOCOL, "client_id": client_id,
+            "client": client_name, "fingerprint": fingerprint,
+            "shape": dataclasses.asdict(shape), "num_qps": config.num_qps,
+            "signal_mode": SIGNAL_MODES[config.signal_mode], "do_ibgda": config.do_ibgda,
+            "connection": endpoint.connection_handle().pack().hex(),
+            "memory": endpoint.memory_handle().pack().hex(),
+        }
+        channel.send(request, endpoint.fds())
+        reply, fds = channel.recv(config.connect_timeout)
+        if reply.get("type") == "error":
+            raise ConfigError(f"server {server.server_id} refused the connection: "
+                              f"{reply.get('reason', 'no reason given')}")
+        if reply.get("type") != "connected":
+            raise ProtocolError(f"server {server.server_id} answered {reply.get('type')!r}")
+        memory = MemoryHandle.unpack(parse_hex(reply, "memory"))
+        if memory.num_bytes < shape.num_slots * shape.request_slot_bytes:
+            raise HandleError(f"server {server.server_id} offers less memory than was agreed")
+        endpoint.connect(ConnectionHandle.unpack(parse_hex(reply, "connection")), memory, fds)
+    except ExpertwireError:
+        channel.close()
+        if endpoint is not None:
+            endpoint.close()
+        raise
+    return ServerLink(
+        server.server_id, server.seat, list(server.experts), endpoint, channel, shape
+    )
+
+
+def parse_hex(message: dict, name: str) -> bytes:
+    """A handle's bytes out of a handshake message. Raises HandleError if they are not hex."""
+    try:
+        return bytes.fromhex(message[name])
+    except (KeyError, TypeError, ValueError) as err:
+        raise HandleError(f"handshake without a usable {name} handle") from err

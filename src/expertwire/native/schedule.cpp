@@ -1,0 +1,99 @@
+// The seeded scheduler: a seed picks which lane runs at every shared store, spin and collective,
+// when the HCA takes a step, and in which order relaxed stores become visible. A missing fence or
+// a flag written before its payload then fails on x86 too.
+#include "schedule.hpp"
+
+#include <cstring>
+
+namespace ew {
+
+static bool overlaps(const u8* a, size_t a_bytes, const u8* b, size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+u64 Schedule::random() {
+  u64 z = (random_state += 0x9e3779b97f4a7c15ull);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return z ^ (z >> 31);
+}
+
+void Schedule::release(size_t idx) {
+  memcpy(held[idx].dst, held[idx].bytes.data(), held[idx].bytes.size());
+  held.erase(held.begin() + static_cast<long>(idx));
+}
+
+void Schedule::release_overlapping(const void* p, size_t num_bytes) {
+  for (size_t i = 0; i < held.size();)
+    if (overlaps(held[i].dst, held[i].bytes.size(), static_cast<const u8*>(p), num_bytes))
+      release(i);
+    else
+      ++i;
+}
+
+void Schedule::release_block(BlockState* block) {
+  for (size_t i = 0; i < held.size();)
+    if (held[i].block == block)
+      release(i);
+    else
+      ++i;
+}
+
+// One held store, any, unless an earlier one to the same bytes must come first.
+static void release_one(Schedule* s) {
+  if (s->held.empty()) return;
+  const size_t idx = s->random() % s->held.size();
+  for (size_t i = 0; i < idx; ++i)
+    if (overlaps(s->held[i].dst, s->held[i].bytes.size(), s->held[idx].dst, s->held[idx].bytes.size()))
+      return;
+  s->release(idx);
+}
+
+Lane* seeded_pick(Schedule* s) {
+  s->virtual_ns += 100;
+  if (s->one_in(4)) release_one(s);
+  if (s->idle && s->one_in(8)) s->idle(s->idle_context);
+  u64 skip = s->random() % s->alive;
+  Lane* pick = lane->next;
+  while (skip--) pick = pick->next;
+  return pick;
+}
+
+void seeded_point() {
+  if (lane->schedule->one_in(4)) lane_yield();
+}
+
+void seeded_fence() { lane->schedule->release_block(lane->block); }
+
+void seeded_store(void* dst, const void* value, size_t num_bytes) {
+  Schedule* s = lane->schedule;
+  const auto* bytes = static_cast<const u8*>(value);
+  s->held.push_back({lane->block, static_cast<u8*>(dst), std::vector<u8>(bytes, bytes + num_bytes)});
+  seeded_point();
+}
+
+void seeded_copy(void* dst, const void* src, u64 num_bytes) {
+  // Up to four pieces, so that half a payload can be visible.
+  const u64 piece = num_bytes / 4 + 1;
+  for (u64 begin = 0; begin < num_bytes; begin += piece) {
+    const u64 count = begin + piece < num_bytes ? piece : num_bytes - begin;
+    std::vector<u8> value(count);
+    seeded_read(static_cast<const u8*>(src) + begin, value.data(), count);
+    seeded_store(static_cast<u8*>(dst) + begin, value.data(), count);
+  }
+}
+
+void seeded_read(const void* src, void* value, size_t num_bytes) {
+  Schedule* s = lane->schedule;
+  const auto* from = static_cast<const u8*>(src);
+  memcpy(value, src, num_bytes);
+  for (const HeldStore& store : s->held) {
+    if (store.block != lane->block || !overlaps(store.dst, store.bytes.size(), from, num_bytes)) continue;
+    for (size_t i = 0; i < store.bytes.size(); ++i) {
+      const u8* at = store.dst + i;
+      if (at >= from && at < from + num_bytes) static_cast<u8*>(value)[at - from] = store.bytes[i];
+    }
+  }
+}
+
+}  // namespace ew

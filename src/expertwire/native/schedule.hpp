@@ -1,0 +1,45 @@
+// What one launch on the CPU target knows: its live lanes, how the next one is chosen, and, for
+// the seeded scheduler, the stores that are not visible yet.
+#pragma once
+
+#include <vector>
+
+#include "fiber.hpp"
+
+namespace ew {
+
+// A relaxed store that other blocks and the HCA cannot see yet. Lanes of the same block see it
+// (they synchronise by barriers, which order memory only inside the block).
+struct HeldStore {
+  BlockState* block;
+  u8* dst;
+  std::vector<u8> bytes;
+};
+
+struct Schedule {
+  void* main_stack_pointer = nullptr;
+  void* main_fake_stack = nullptr;
+  void* main_tsan_fiber = nullptr;
+  const void* main_stack_bottom = nullptr;
+  size_t main_stack_bytes = 0;
+  u32 alive = 0;
+  u32 idle_spins = 0;
+  void (*idle)(void*) = nullptr;
+  void* idle_context = nullptr;
+
+  bool is_seeded = false;
+  u64 random_state = 0;
+  u64 virtual_ns = 0;
+  std::vector<HeldStore> held;
+
+  u64 random();                     // splitmix64
+  bool one_in(u32 n) { return random() % n == 0; }
+  void release(size_t idx);         // makes one held store visible
+  void release_overlapping(const void* p, size_t num_bytes);
+  void release_block(BlockState* block);
+};
+
+Lane* seeded_pick(Schedule* schedule);
+void switch_lane(Lane* from, Lane* to);
+
+}  // namespace ew

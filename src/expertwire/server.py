@@ -1,0 +1,245 @@
+"""An expert server: holds experts, polls its clients' flags, computes, pushes results back.
+
+Stateless: everything a batch needs is in the message. It starts alone, registers what it holds,
+and can leave at any time.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .batch import Batcher, Experts
+from .client_link import ClientLink, admit, refuse
+from .config import ServerConfig
+from .control import Channel, listen_unix, load_token
+from .errors import ConfigError, ExpertwireError, WaitTimeout
+from .hca import open_hca
+from .launch import hca_array
+from .membership import Lease
+
+if TYPE_CHECKING:
+    from .registry import Registry
+
+log = logging.getLogger("expertwire.server")
+
+HANDSHAKE_SECONDS = 5.0
+
+
+class Server:
+    """Serves a shard of experts until it is closed.
+
+    shard: experts.ExpertShard (checkpoint.load_experts makes one), or echo.EchoShard.
+    model: the model's facts as a dict: fingerprint, name, num_layers, num_experts, hidden_size,
+        top_k, dtype.
+    registry: "HOST:PORT" or a running Registry; it need not be up yet.
+    """
+
+    def __init__(
+        self, shard: Experts, model: dict[str, Any], registry: str | Registry, *,
+        token: bytes | None = None, name: str | None = None, config: ServerConfig | None = None,
+        **settings: object,
+    ):
+        if config is not None and settings:
+            raise ConfigError("give either config or single settings, not both")
+        self.config = config or ServerConfig(**settings)  # type: ignore[arg-type]
+        self.shard = shard
+        self.model = model
+        self.name = name or f"server-{os.getpid()}"
+        self.registry_address = registry if isinstance(registry, str) else registry.address
+        self._token = load_token() if token is None else token
+        self._stop = threading.Event()
+        self._started = False
+        self._clients: list[ClientLink] = []
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._threads: list[threading.Thread] = []
+        self.error: BaseException | None = None
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path, experts: Sequence[int] | None, registry: str | Registry, *,
+        dtype: str | None = None, progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> Server:
+        """A server of some experts (None: all) of a Hugging Face checkpoint folder.
+
+        Reads only these experts' tensors. Raises CheckpointError for a folder that is damaged or
+        of a family that cannot be served.
+        """
+        from .checkpoint import inspect_model, load_experts
+
+        model = inspect_model(path)
+        shard = load_experts(path, experts, dtype=dtype, progress=progress)
+        facts = {**model.as_dict(), "dtype": str(shard.dtype).removeprefix("torch.")}
+        return cls(shard, facts, registry, **options)
+
+    def start(self) -> Server:
+        """Begins to listen, registers, and serves in background threads."""
+        if self._started:
+            raise ConfigError("the server was started already")
+        self._started = True
+        if self.config.num_threads:
+            torch.set_num_threads(self.config.num_threads)
+        self.hca = open_hca("soft")
+        self.batcher = Batcher(self.shard, self.model, self.config)
+        self._engines = hca_array(self.hca.pointer)
+        self._listener = listen_unix(self._token)
+        self.lease = Lease(
+            self.registry_address, self._token,
+            {
+                "name": self.name, "address": self._listener.address, "pid": os.getpid(),
+                "model": self.model, "experts": [int(e) for e in self.shard.experts],
+            },
+            stats=self.stats,
+        )
+        for target in (self._accept_loop, self._data_loop):
+            thread = threading.Thread(target=target, name=f"expertwire{target.__name__}")
+            thread.daemon = True
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    @property
+    def server_id(self) -> str:
+        """The registry's name for this server, "" until it is registered."""
+        return self.lease.server_id or ""
+
+    def wait_registered(self, timeout: float = 5.0) -> str:
+        """Waits until the registry knows this server; returns its id.
+
+        Raises WaitTimeout, or ConfigError if the registry refused it (another model).
+        """
+        return self.lease.wait_registered(timeout)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start; goes to the registry with each heartbeat."""
+        b = self.batcher
+        return {
+            "clients": len(self._clients), "messages": b.num_messages, "rows": b.num_rows,
+            "refused": b.num_refused, "stages": b.times.summary(),
+            "expert_rows": b.expert_rows.sum(axis=0).tolist(),
+        }
+
+    def close(self) -> None:
+        """Leaves the registry, answers what it has taken, gives everything back. Idempotent."""
+        if not self._started or self._stop.is_set():
+            return
+        self.lease.close()
+        self._stop.set()
+        self._listener.close()
+        self.hca.interrupt()
+        for thread in self._threads:
+            thread.join(10)
+        for link in self._clients:
+            link.close()
+        self._clients.clear()
+        self.hca.close()
+
+    def serve_forever(self) -> None:
+        """Blocks until `close` is called (from a signal handler or another thread).
+
+        Raises what ended the data thread, if it was not `close`.
+        """
+        self._stop.wait()
+        if self.error is not None:
+            raise self.error
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- connections
+
+    def _accept_loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                channel = self._listener.accept(0.5)
+            except WaitTimeout:
+                continue
+            except ExpertwireError as err:
+                log.info("refused a connection: %s", err)
+                continue
+            except OSError:
+                return  # the listener was closed
+            if len(self._clients) >= self.config.max_connections:
+                refuse(channel, f"the server has {len(self._clients)} clients, its limit")
+                channel.close()
+                continue
+            # A client that stalls here holds up nobody: a thread of its own, bounded in time.
+            threading.Thread(target=self._admit, args=(channel,), daemon=True).start()
+
+    def _admit(self, channel: Channel) -> None:
+        try:
+            link = admit(
+                self.hca, channel, model=self.model, server_id=self.server_id, config=self.config,
+                timeout=HANDSHAKE_SECONDS,
+            )
+        except ExpertwireError as err:
+            log.info("refused a client: %s", err)
+            return
+        self._post(lambda: self._add(link))
+        try:
+            while not self._stop.is_set():
+                try:
+                    channel.recv(None)  # a client says nothing more: this ends by end-of-file
+                except WaitTimeout:
+                    continue
+        except (ExpertwireError, OSError):
+            pass
+        if link.endpoint is not None and not link.closed:
+            self._post(lambda: self._remove(link))
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self.hca.interrupt()
+
+    def _add(self, link: ClientLink) -> None:
+        self._clients.append(link)
+        self.batcher.set_clients(self._clients)
+
+    def _remove(self, link: ClientLink) -> None:
+        if link in self._clients:
+            self._clients.remove(link)
+            self.batcher.set_clients(self._clients)
+            assert link.endpoint is not None
+            link.endpoint.peer_lost()
+            link.close()
+
+    # ---------------------------------------------------------------- data
+
+    def _data_loop(self) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._stop.is_set():
+                    self._serve_once()
+        except BaseException as err:  # our own bug: end loudly instead of serving nobody
+            log.exception("the data thread ended")
+            self.error = err
+            self._stop.set()
+
+    def _serve_once(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+        batcher = self.batcher
+        ready = self.hca.wait(
+            batcher.flag_addrs, batcher.seen(), spin_ns=int(self.config.spin_us * 1e3),
+            timeout_ns=int(self.config.idle_timeout * 1e9),
+        )
+        if ready is None or self._inbox:
+            return
+        if self.config.linger > 0:
+            self._stop.wait(self.config.linger)
+        broken = batcher.serve(self.lease.epoch, self.lease.seat, self._engines)
+        self.hca.poll(256)
+        self.hca.kick()
+        for link in broken:
+            self._remove(link)
