@@ -129,7 +129,7 @@ class Endpoint:
         key = self._remote_keys[0]
         key.begin, key.end = memory.addr, memory.addr + memory.num_bytes
         key.key_be = socket.htonl(memory.rkey)
-        key.mapped = self.peer.map(memory.addr, memory.num_bytes)
+        key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
 
     def peer_lost(self) -> None:

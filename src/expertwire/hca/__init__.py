@@ -1,0 +1,27 @@
+"""What consumes work queues: one protocol (interface.py), several implementations."""
+
+from __future__ import annotations
+
+from ..errors import ConfigError
+from .interface import Hca
+
+_PLANNED = {
+    "gpu": "the HCA kernel for GPUs",
+    "mlx5": "a real ConnectX through verbs",
+    "ucx": "UCX between hosts",
+}
+
+
+def open_hca(name: str, **options: object) -> Hca:
+    """Opens an HCA by name: "soft". Never falls back from one to another.
+
+    Raises ConfigError for a name that does not exist or that this release does not have yet.
+    """
+    kind = name.split(":", 1)[0]
+    if kind == "soft":
+        from .soft import SoftHca
+
+        return SoftHca(**options)  # type: ignore[arg-type]
+    if kind in _PLANNED:
+        raise ConfigError(f"hca {name!r} ({_PLANNED[kind]}) is not part of this release; use 'soft'")
+    raise ConfigError(f"no hca named {name!r}; use 'soft'")

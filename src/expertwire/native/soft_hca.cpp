@@ -1,0 +1,238 @@
+// Contexts and queue pairs of the software HCA, and the loop that finds the next WQE.
+#include "soft_hca.hpp"
+
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "error.hpp"
+
+namespace {
+
+constexpr u32 kMinWqe = 16, kMaxWqe = 32768;
+constexpr u32 kUarBytes = 4096, kBlueFlame = 0x800, kBlueFlameAlternate = 0x900;
+constexpr u32 kWqesPerTurn = 16;  // of one queue before the others get a turn
+
+enum class Ahead { kNo, kYes, kTooFar };
+
+// A 16-bit index against the 64-bit producer index: ahead by at most a ring, behind by at most a
+// ring (an old or equal doorbell), or a jump that no correct producer makes.
+Ahead widen(const ew_qp* qp, u32 index16, u64* next) {
+  const u32 ahead = (index16 - static_cast<u32>(qp->pi)) & 0xffff;
+  if (ahead == 0) return Ahead::kNo;
+  if (ahead <= qp->info.num_wqe) {
+    *next = qp->pi + ahead;
+    return Ahead::kYes;
+  }
+  return 0x10000 - ahead <= qp->info.num_wqe ? Ahead::kNo : Ahead::kTooFar;
+}
+
+// New producer index: the furthest ahead of what doorbell record, registers and proxy word say.
+// Opcode, opmod and length bytes of the register are ignored (mlx5 clients differ in them).
+void look_at_doorbells(ew_qp* qp) {
+  u32 candidates[4];
+  u32 count = 0;
+  const auto* dbrec = reinterpret_cast<const u32*>(qp->info.dbrec_addr);
+  candidates[count++] = __builtin_bswap32(__atomic_load_n(dbrec + 1, __ATOMIC_ACQUIRE)) & 0xffff;
+  for (u32 offset : {kBlueFlame, kBlueFlameAlternate}) {
+    const u64 v = __atomic_load_n(reinterpret_cast<const u64*>(qp->info.uar_addr + offset), __ATOMIC_ACQUIRE);
+    if (__builtin_bswap32(static_cast<u32>(v >> 32)) >> 8 != qp->info.qpn) continue;
+    candidates[count++] = (__builtin_bswap32(static_cast<u32>(v)) >> 8) & 0xffff;
+  }
+  const u64 proxy = __atomic_load_n(reinterpret_cast<const u64*>(qp->info.proxy_addr), __ATOMIC_ACQUIRE);
+  if (proxy) candidates[count++] = proxy & 0xffff;
+  u64 furthest = qp->pi;
+  for (u32 i = 0; i < count; ++i) {
+    u64 next = 0;
+    const Ahead ahead = widen(qp, candidates[i], &next);
+    if (ahead == Ahead::kTooFar) {
+      fail_qp(qp, qp->ci, 0, kLocalQpOperation);
+      qp->pi = qp->ci + ((candidates[i] - static_cast<u32>(qp->ci)) & 0xffff);
+      qp->ci = qp->pi;
+      return;
+    }
+    if (ahead == Ahead::kYes) furthest = std::max(furthest, next);
+  }
+  // More than a ring of unexecuted WQEs: some of them were overwritten.
+  if (furthest - qp->ci > qp->info.num_wqe) {
+    fail_qp(qp, qp->ci, 0, kLocalQpOperation);
+    qp->ci = furthest;
+  }
+  if (furthest != qp->pi) ++qp->hca->stats.num_doorbells;
+  qp->pi = furthest;
+}
+
+// One turn of one queue. Returns WQEs executed (a piece of a large one counts as one).
+u32 run_queue(ew_qp* qp, u32 max_wqes, bool* stalled) {
+  u32 done = 0;
+  u64 bytes = 0;
+  if (qp->state != kRts && qp->state != kErr && qp->state != kSqe) return 0;
+  look_at_doorbells(qp);
+  while (done < max_wqes && bytes < kPieceBytes) {
+    u64 moved = 0;
+    const Step step = execute_next(qp, kPieceBytes - bytes, &moved);
+    if (step == Step::kStalled) *stalled = true;
+    if (step != Step::kProgress) break;
+    ++done, bytes += moved;
+  }
+  return done;
+}
+
+}  // namespace
+
+EW_API int ew_hca_create(u32 flags, ew_hca** out) {
+  auto* hca = new ew_hca;
+  hca->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (hca->wake_fd < 0) {
+    delete hca;
+    return ew_fail(-errno, "eventfd: %s", strerror(errno));
+  }
+  hca->next_qpn = 0x000100;
+  if (flags & 1) start_thread(hca);
+  *out = hca;
+  return 0;
+}
+
+EW_API int ew_hca_destroy(ew_hca* hca) {
+  {
+    std::lock_guard guard(hca->lock);
+    if (!hca->qps.empty() || !hca->windows.empty())
+      return ew_fail(-EBUSY, "%zu queue pairs and %zu windows are still open", hca->qps.size(), hca->windows.size());
+  }
+  stop_thread(hca);
+  close(hca->wake_fd);
+  delete hca;
+  return 0;
+}
+
+EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
+  std::unique_lock guard(hca->lock, std::try_to_lock);
+  if (!guard.owns_lock()) return -EBUSY;
+  u32 done = 0;
+  bool stalled = false;
+  const size_t num_qps = hca->qps.size();
+  for (size_t i = 0; i < num_qps && done < max_wqes; ++i) {
+    ew_qp* qp = hca->qps[(hca->next_qp + i) % num_qps];
+    done += run_queue(qp, std::min(kWqesPerTurn, max_wqes - done), &stalled);
+    if (qp->peer && qp->peer->touched) {
+      qp->peer->touched = false;
+      wake_peer(qp->peer);
+    }
+  }
+  if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
+  return static_cast<int>(done == 0 && stalled ? 0 : done);
+}
+
+EW_API void ew_hca_set_hook(ew_hca* hca, ew_hca_hook hook, void* context) {
+  std::lock_guard guard(hca->lock);
+  hca->hook = hook, hca->hook_context = context;
+}
+
+EW_API void ew_hca_get_stats(ew_hca* hca, ew_hca_stats* out) {
+  std::lock_guard guard(hca->lock);
+  *out = hca->stats;
+}
+
+EW_API int ew_qp_create(ew_hca* hca, u32 pd, u32 num_wqe, u32 num_cqe, u32 cq_flags, const ew_qp_memory* memory,
+                        ew_qp** out, ew_qp_info* info) {
+  if (num_wqe < kMinWqe || num_wqe > kMaxWqe || (num_wqe & (num_wqe - 1)))
+    return ew_fail(-EINVAL, "a send queue has 16 to 32768 blocks, a power of two, not %u", num_wqe);
+  if (num_cqe == 0 || (num_cqe & (num_cqe - 1)))
+    return ew_fail(-EINVAL, "a completion queue has a power of two of entries, not %u", num_cqe);
+  auto* qp = new ew_qp{};
+  qp->hca = hca, qp->pd = pd;
+  qp->info.num_wqe = num_wqe, qp->info.num_cqe = num_cqe, qp->info.cq_flags = cq_flags;
+  if (memory && memory->sq_addr) {
+    qp->info.sq_addr = memory->sq_addr, qp->info.dbrec_addr = memory->dbrec_addr;
+    qp->info.uar_addr = memory->uar_addr, qp->info.cq_addr = memory->cq_addr;
+    qp->info.cq_dbrec_addr = memory->cq_dbrec_addr, qp->info.proxy_addr = memory->proxy_addr;
+  } else {
+    const u64 sq_bytes = num_wqe * 64ull, cq_bytes = std::max<u64>(num_cqe * 64ull, 4096);
+    qp->owned_bytes = kUarBytes * 2 + sq_bytes + cq_bytes;
+    void* map = mmap(nullptr, qp->owned_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (map == MAP_FAILED) {
+      delete qp;
+      return ew_fail(-ENOMEM, "no memory for a queue pair of %u blocks", num_wqe);
+    }
+    qp->owned = map;
+    const u64 base = reinterpret_cast<u64>(map);
+    qp->info.uar_addr = base;
+    qp->info.dbrec_addr = base + kUarBytes;  // a cache line each
+    qp->info.cq_dbrec_addr = base + kUarBytes + 64;
+    qp->info.proxy_addr = base + kUarBytes + 128;
+    qp->info.sq_addr = base + 2 * kUarBytes;
+    qp->info.cq_addr = base + 2 * kUarBytes + sq_bytes;
+  }
+  memset(reinterpret_cast<void*>(qp->info.cq_addr), 0xff, num_cqe * 64ull);
+  std::lock_guard guard(hca->lock);
+  qp->info.qpn = hca->next_qpn++ & 0xffffff;
+  hca->qps.push_back(qp);
+  *info = qp->info;
+  *out = qp;
+  return 0;
+}
+
+EW_API int ew_qp_state(ew_qp* qp) {
+  std::lock_guard guard(qp->hca->lock);
+  return static_cast<int>(qp->state);
+}
+
+// RESET clears the queue (indices 0, CQ filled with 0xff); other states go forward one by one.
+EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
+  std::lock_guard guard(qp->hca->lock);
+  const bool forward = state <= kRts && state == qp->state + 1;
+  if (state != kReset && state != kErr && !forward)
+    return ew_fail(-EINVAL, "queue pair %#x cannot go from state %u to %u", qp->info.qpn, qp->state, state);
+  if (state >= kRtr && state <= kRts && !qp->peer)
+    return ew_fail(-ENOTCONN, "queue pair %#x has no peer yet", qp->info.qpn);
+  if (state == kReset) {
+    qp->pi = qp->ci = qp->num_cqe_written = qp->progress = 0;
+    qp->first_syndrome = 0, qp->first_error_idx = 0, qp->cq_error = false;
+    memset(reinterpret_cast<void*>(qp->info.cq_addr), 0xff, qp->info.num_cqe * 64ull);
+    memset(reinterpret_cast<void*>(qp->info.dbrec_addr), 0, 8);
+    for (u32 offset : {kBlueFlame, kBlueFlameAlternate}) memset(reinterpret_cast<void*>(qp->info.uar_addr + offset), 0, 8);
+    memset(reinterpret_cast<void*>(qp->info.proxy_addr), 0, 8);
+  }
+  qp->state = state;
+  return 0;
+}
+
+// Sets the peer and takes the queue through INIT and RTR to RTS.
+EW_API int ew_qp_connect(ew_qp* qp, ew_peer* peer, u32 remote_qpn) {
+  {
+    std::lock_guard guard(qp->hca->lock);
+    if (qp->peer) return ew_fail(-EISCONN, "queue pair %#x is connected already", qp->info.qpn);
+    qp->peer = peer, qp->remote_qpn = remote_qpn;
+    ++peer->num_qps;
+  }
+  for (u32 state = kInit; state <= kRts; ++state)
+    if (int error = ew_qp_modify(qp, state)) return error;
+  return 0;
+}
+
+// The first error of the queue: syndrome, 0 if none; *wqe_idx its index. A collapsed CQ shows only
+// the last completion, which after an error is a flush.
+EW_API u32 ew_qp_first_error(ew_qp* qp, u64* wqe_idx) {
+  std::lock_guard guard(qp->hca->lock);
+  *wqe_idx = qp->first_error_idx;
+  return qp->first_syndrome;
+}
+
+EW_API void ew_qp_indices(ew_qp* qp, u64* pi, u64* ci) {
+  std::lock_guard guard(qp->hca->lock);
+  *pi = qp->pi, *ci = qp->ci;
+}
+
+EW_API void ew_qp_destroy(ew_qp* qp) {
+  std::unique_lock guard(qp->hca->lock);
+  auto& all = qp->hca->qps;
+  all.erase(std::remove(all.begin(), all.end(), qp), all.end());
+  if (qp->peer) --qp->peer->num_qps;
+  guard.unlock();
+  if (qp->owned) munmap(qp->owned, qp->owned_bytes);
+  delete qp;
+}

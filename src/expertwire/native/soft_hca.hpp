@@ -1,0 +1,189 @@
+// The software HCA: consumes mlx5 work queues as a ConnectX would, and writes straight into the
+// peer's registered memory on the same host.
+//
+//   soft_hca.cpp      contexts, queue pairs, the engine loop: which WQE is next
+//   soft_execute.cpp  one WQE: parse, check, move bytes
+//   soft_complete.cpp completions and errors
+//   soft_memory.cpp   keys, windows (what a peer may touch), mapped peers
+//   soft_wait.cpp     the engine thread, waiting and waking
+//
+// One lock guards a context. Whoever holds it is the engine: its own thread, a thread that waits
+// for something and drives the engine meanwhile, or a deterministic scheduler.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define EW_API extern "C" __attribute__((visibility("default")))
+
+// CQE syndromes, rdma-core mlx5dv.h MLX5_CQE_SYNDROME_*.
+enum Syndrome : u32 {
+  kSyndromeNone = 0, kLocalLength = 0x01, kLocalQpOperation = 0x02, kLocalProtection = 0x04, kFlushed = 0x05,
+  kRemoteInvalidRequest = 0x12, kRemoteAccess = 0x13, kTransportRetryExceeded = 0x15, kRnrRetryExceeded = 0x16,
+};
+
+// ibv_access_flags.
+enum Access : u32 { kLocalWrite = 1, kRemoteWrite = 2, kRemoteRead = 4, kRemoteAtomic = 8 };
+
+enum QpState : u32 { kReset = 0, kInit = 1, kRtr = 2, kRts = 3, kSqe = 4, kErr = 6 };
+
+constexpr u32 kWindowMagic = 0x4e495745;  // "EWIN"
+constexpr u32 kWindowVersion = 1;
+constexpr u32 kMaxWindowKeys = 32;
+constexpr u32 kRecvEntries = 64;
+
+struct WindowKey {  // what the peer may touch with one rkey, 48 bytes
+  u32 key, access, valid, in_use;
+  u64 base, length;
+  u32 fd_idx, reserved;
+  u64 fd_offset;
+};
+
+// One shared page per pair, written by its owner (keys) and read by the peer's engine.
+struct WindowPage {
+  u32 magic, version;
+  u32 sleeping;   // owner waits on its eventfd and wants to be woken
+  u32 num_keys;
+  u32 recv_posted, recv_head;  // receives posted by the owner; completions written by the peer
+  u32 reserved[10];
+  WindowKey keys[kMaxWindowKeys];
+  u8 recv_cqe[kRecvEntries][64];
+};
+
+struct ew_hca;
+
+struct Mkey {
+  u32 pd, access;
+  u64 addr, length;
+};
+
+struct ew_window {
+  ew_hca* hca;
+  WindowPage* page;
+  int fd;
+  u32 recv_tail;
+};
+
+struct Mapping {
+  u8* addr;
+  u64 num_bytes;
+};
+
+struct ew_peer {
+  ew_hca* hca;
+  WindowPage* page;
+  std::vector<Mapping> regions;  // by fd index
+  int wake_fd;
+  bool lost;
+  bool touched;  // a word (a flag, a counter) of the peer changed: it may want to be woken
+  u32 num_qps;
+};
+
+struct ew_qp_info {
+  u32 qpn, num_wqe;
+  u64 sq_addr, dbrec_addr, uar_addr, cq_addr, cq_dbrec_addr, proxy_addr;
+  u32 num_cqe, cq_flags;
+};
+enum CqFlags : u32 { kCqCollapsed = 1, kCqOverrunIgnore = 2 };
+
+struct ew_qp_memory {  // memory that the caller provides, all zero: the HCA allocates
+  u64 sq_addr, dbrec_addr, uar_addr, cq_addr, cq_dbrec_addr, proxy_addr;
+};
+
+struct Segment {  // one source or sink of a WQE
+  u8* addr;
+  u64 num_bytes;
+};
+
+struct ew_qp {
+  ew_hca* hca;
+  ew_qp_info info;
+  ew_peer* peer;
+  u32 remote_qpn, pd, state;
+  u64 pi, ci;             // producer and consumer index, 64-bit
+  u64 num_cqe_written;
+  u64 progress;           // bytes of WQE ci that are moved already
+  u64 rnr_since_ns;
+  bool cq_error;
+  u32 first_syndrome;
+  u64 first_error_idx;
+  void* owned;            // memory to free, if we allocated it
+  u64 owned_bytes;
+};
+
+struct ew_hca_stats {
+  u64 num_wqe[64];
+  u64 bytes, num_cqe, num_error_cqe, num_doorbells, num_wakes;
+};
+
+// Called for every WQE before it is executed; a non-zero return is a syndrome to fail it with,
+// kHookStall to leave it for later. For fault injection and tracing.
+constexpr u32 kHookStall = 0xffffffff;
+typedef u32 (*ew_hca_hook)(void* context, u32 qpn, u64 wqe_idx, const void* wqe, u32 num_bytes);
+
+struct ew_hca {
+  std::mutex lock;
+  std::unordered_map<u32, Mkey> mkeys;
+  std::vector<ew_qp*> qps;
+  std::vector<ew_window*> windows;
+  size_t next_qp = 0;
+  u32 next_pd = 1, next_qpn;
+  int wake_fd = -1;
+  std::atomic<u32> interrupted{0};
+  ew_hca_stats stats = {};
+  ew_hca_hook hook = nullptr;
+  void* hook_context = nullptr;
+
+  std::thread thread;
+  std::atomic<u32> stop{0};
+  std::atomic<u32> kicks{0};      // futex word of the engine thread
+  std::atomic<u32> asleep{0};
+};
+
+constexpr u64 kPieceBytes = 256 << 10;  // bytes one queue may move before the others get a turn
+
+// soft_execute.cpp: result of looking at WQE ci of a queue.
+enum class Step { kNothing, kProgress, kStalled };
+Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved);
+
+// soft_complete.cpp
+void write_cqe(ew_qp* qp, u64 wqe_idx, u32 send_opcode, u32 num_bytes);
+void fail_qp(ew_qp* qp, u64 wqe_idx, u32 send_opcode, u32 syndrome);
+void flush_posted(ew_qp* qp);
+
+// soft_memory.cpp
+bool find_local(ew_hca* hca, u32 pd, u32 lkey, u64 addr, u64 num_bytes, u32 access, u8** out);
+// Pins the region (in_use) until release_remote; null if the peer does not allow the access.
+WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 access, u8** out);
+void release_remote(WindowKey* key);
+
+// soft_wait.cpp
+void start_thread(ew_hca* hca);
+void stop_thread(ew_hca* hca);
+void wake_peer(ew_peer* peer);
+u64 monotonic_ns();
+
+inline u32 load_be32(const u8* p) {
+  u32 v;
+  __builtin_memcpy(&v, p, 4);
+  return __builtin_bswap32(v);
+}
+inline u64 load_be64(const u8* p) {
+  u64 v;
+  __builtin_memcpy(&v, p, 8);
+  return __builtin_bswap64(v);
+}
+inline void store_be32(u8* p, u32 v) {
+  v = __builtin_bswap32(v);
+  __builtin_memcpy(p, &v, 4);
+}

@@ -1,0 +1,145 @@
+// The engine thread, and how threads and processes wait for each other without burning a core.
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "error.hpp"
+#include "soft_hca.hpp"
+
+EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes);
+
+namespace {
+
+constexpr u64 kEngineSpinNs = 20'000;
+constexpr u64 kEngineSleepNs = 5'000'000;  // safety net for doorbells that nobody announced
+constexpr u64 kPlainSpinNs = 2'000;        // before a spinning thread begins to yield its core
+
+void futex_wait(std::atomic<u32>* word, u32 expected, u64 timeout_ns) {
+  const timespec timeout = {static_cast<time_t>(timeout_ns / 1000000000), static_cast<long>(timeout_ns % 1000000000)};
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, &timeout, nullptr, 0);
+}
+void futex_wake(std::atomic<u32>* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0); }
+
+void relax(u64 spun_ns) {
+  if (spun_ns > kPlainSpinNs) {
+    sched_yield();  // with more threads than cores, let somebody else do what we wait for
+    return;
+  }
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void engine_loop(ew_hca* hca) {
+  u64 idle_since = monotonic_ns();
+  while (!hca->stop.load(std::memory_order_acquire)) {
+    const u32 kicks = hca->kicks.load(std::memory_order_acquire);
+    if (ew_hca_poll(hca, 256) > 0) {
+      idle_since = monotonic_ns();
+      continue;
+    }
+    const u64 idle = monotonic_ns() - idle_since;
+    if (idle < kEngineSpinNs) {
+      relax(idle);
+      continue;
+    }
+    hca->asleep.store(1, std::memory_order_seq_cst);
+    if (hca->kicks.load(std::memory_order_seq_cst) == kicks) futex_wait(&hca->kicks, kicks, kEngineSleepNs);
+    hca->asleep.store(0, std::memory_order_relaxed);
+    // Woken by a kick: spin again for a while. Woken by the safety net: look once.
+    if (hca->kicks.load(std::memory_order_acquire) != kicks) idle_since = monotonic_ns();
+  }
+}
+
+int first_changed(const u64* const* words, const u64* seen, u32 num_words) {
+  for (u32 i = 0; i < num_words; ++i)
+    if (__atomic_load_n(words[i], __ATOMIC_ACQUIRE) != seen[i]) return static_cast<int>(i);
+  return -1;
+}
+
+void set_sleeping(ew_hca* hca, u32 value) {
+  std::lock_guard guard(hca->lock);
+  for (ew_window* window : hca->windows) __atomic_store_n(&window->page->sleeping, value, __ATOMIC_SEQ_CST);
+}
+
+}  // namespace
+
+u64 monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<u64>(now.tv_sec) * 1000000000ull + static_cast<u64>(now.tv_nsec);
+}
+
+void start_thread(ew_hca* hca) { hca->thread = std::thread(engine_loop, hca); }
+
+void stop_thread(ew_hca* hca) {
+  if (!hca->thread.joinable()) return;
+  hca->stop.store(1, std::memory_order_release);
+  hca->kicks.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(&hca->kicks);
+  hca->thread.join();
+}
+
+// The peer stores `sleeping`, fences, and looks at its flags once more; we have stored the flag,
+// fence, and look at `sleeping`: one of us sees the other.
+void wake_peer(ew_peer* peer) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&peer->page->sleeping, __ATOMIC_RELAXED) == 0) return;
+  if (__atomic_exchange_n(&peer->page->sleeping, 0u, __ATOMIC_SEQ_CST) == 0) return;
+  const u64 one = 1;
+  ++peer->hca->stats.num_wakes;
+  if (write(peer->wake_fd, &one, sizeof(one)) < 0) return;  // counter full: it is awake anyway
+}
+
+// New work for the engine thread.
+EW_API void ew_hca_kick(ew_hca* hca) {
+  hca->kicks.fetch_add(1, std::memory_order_seq_cst);
+  if (hca->asleep.load(std::memory_order_seq_cst)) futex_wake(&hca->kicks);
+}
+
+EW_API int ew_hca_wake_fd(ew_hca* hca) { return hca->wake_fd; }
+
+EW_API void ew_hca_interrupt(ew_hca* hca) {
+  hca->interrupted.store(1, std::memory_order_seq_cst);
+  const u64 one = 1;
+  if (write(hca->wake_fd, &one, sizeof(one)) < 0) return;
+}
+
+// Waits until a word differs from what was seen of it. Returns its index, -ETIMEDOUT, or -EINTR
+// after ew_hca_interrupt. Drives the engine while spinning. One thread of a context waits at a time.
+EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u32 num_words, u64 spin_ns,
+                       u64 timeout_ns) {
+  const u64 start = monotonic_ns();
+  u64 now = start, spin_start = start;
+  for (;;) {
+    const int changed = first_changed(words, seen, num_words);
+    if (changed >= 0) return changed;
+    if (hca->interrupted.exchange(0, std::memory_order_seq_cst)) return -EINTR;
+    if (now - start >= timeout_ns) return -ETIMEDOUT;
+    const int executed = ew_hca_poll(hca, 64);
+    now = monotonic_ns();
+    if (executed > 0 || now - spin_start < spin_ns) {
+      if (executed <= 0) relax(now - spin_start);
+      continue;
+    }
+    set_sleeping(hca, 1);
+    if (first_changed(words, seen, num_words) < 0 && !hca->interrupted.load(std::memory_order_seq_cst)) {
+      const u64 left_ns = timeout_ns - (now - start < timeout_ns ? now - start : timeout_ns);
+      pollfd fd = {hca->wake_fd, POLLIN, 0};
+      const timespec timeout = {static_cast<time_t>(left_ns / 1000000000), static_cast<long>(left_ns % 1000000000)};
+      ppoll(&fd, 1, &timeout, nullptr);
+      u64 count;
+      if (read(hca->wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN)
+        return ew_fail(-errno, "reading the wake-up descriptor failed");
+    }
+    set_sleeping(hca, 0);
+    spin_start = now = monotonic_ns();
+  }
+}

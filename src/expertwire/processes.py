@@ -1,0 +1,124 @@
+"""Child processes that never outlive their parent, whatever way the parent ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from .errors import ExpertwireError, WaitTimeout
+
+# A child started with this variable reads its standard input until it ends, then leaves: the pipe
+# closes with the parent, also on kill -9, and needs no signal that a reused pid could receive.
+PARENT_PIPE = "EXPERTWIRE_PARENT_PIPE"
+
+
+def follow_parent(stop) -> None:
+    """In a child: calls `stop` once the parent is gone. Does nothing in a process of a user's."""
+    if os.environ.pop(PARENT_PIPE, None) != "1":
+        return
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        stop()
+
+    threading.Thread(target=watch, name="expertwire-parent", daemon=True).start()
+
+
+class ChildProcess:
+    """One `expertwire ...` command in a process of its own; its output is collected by line."""
+
+    def __init__(self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None):
+        self.name = name
+        self.lines: list[str] = []
+        self._ready: queue.Queue[str | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "expertwire", *arguments], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, **(env or {}), PARENT_PIPE: "1"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            del self.lines[:-1000]
+            self._ready.put(line)
+        self._ready.put(None)
+
+    def wait_line(self, text: str, timeout: float) -> str:
+        """The first line that contains `text`.
+
+        Raises WaitTimeout, or ExpertwireError with the child's last words when it ended instead.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                line = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise WaitTimeout(
+                    f"{self.name} did not say {text!r} within {timeout} s; its last lines: "
+                    f"{self.lines[-3:]}", "start", self.name, text, self.lines[-1:],
+                ) from None
+            if line is None:
+                raise ExpertwireError(
+                    f"{self.name} ended with exit code {self.process.wait(5)}: "
+                    + " | ".join(self.lines[-5:])
+                )
+            if text in line:
+                return line.rstrip("\n")
+
+    def stop(self, timeout: float = 5.0) -> int:
+        """Asks it to leave, insists after `timeout`; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(5)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self._reader.join(2)
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """kill -9, as a machine that loses power would."""
+        self.process.kill()
+        self.process.wait(5)
+
+
+class ChildGroup(contextlib.AbstractContextManager):
+    """Children that are stopped together, newest first."""
+
+    def __init__(self) -> None:
+        self.children: list[ChildProcess] = []
+
+    def start(
+        self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None
+    ) -> ChildProcess:
+        child = ChildProcess(name, arguments, env)
+        self.children.append(child)
+        return child
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in self.children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        for child in reversed(self.children):
+            child.stop()

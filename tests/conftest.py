@@ -1,0 +1,25 @@
+"""Shared fixtures: a token that no user's file provides, and no thread left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+TOKEN = b"test-token-0123456789abcdef"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_token(tmp_path_factory: pytest.TempPathFactory):
+    """Tests never read or write the user's token file."""
+    patch = pytest.MonkeyPatch()
+    path = tmp_path_factory.mktemp("token") / "token"
+    path.write_bytes(TOKEN)
+    path.chmod(0o600)
+    patch.setenv("EXPERTWIRE_TOKEN_FILE", str(path))
+    patch.delenv("EXPERTWIRE_TOKEN", raising=False)
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def token() -> bytes:
+    return TOKEN
