@@ -1,0 +1,195 @@
+"""The `expertwire` command. Each subcommand imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None,
+    help="Serve the experts of a Mixture-of-Experts model as independent network services.",
+)
+
+RegistryOption = Annotated[
+    str, typer.Option("--registry", metavar="HOST:PORT", help="where the registry listens")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="end with one JSON object")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's")
+]
+DEFAULT_REGISTRY = "127.0.0.1:7700"
+
+
+def print_json(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def stop_on_signals(stop) -> None:
+    """SIGTERM and Ctrl-C call `stop` once, and the process ends with the usual code (143, 130)."""
+
+    def handler(number: int, _: object) -> None:
+        stop()
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="text to continue")] = "def read_lines(path):\n",
+    servers: Annotated[int, typer.Option(help="number of expert servers")] = 3,
+    model: Annotated[str | None, typer.Option(help="checkpoint folder; default: the shipped one")]
+    = None,
+    seed: Annotated[int, typer.Option(help="random seed")] = 0,
+    tokens: Annotated[int, typer.Option(help="tokens to generate")] = 96,
+    picture: Annotated[str, typer.Option(help="where to write the timeline")] = "expertwire-demo.svg",
+    as_json: JsonOption = False,
+) -> None:
+    """Generate text with the experts in other processes, and compare with the whole model."""
+    from .demo import run_demo
+
+    result = run_demo(prompt=prompt, num_servers=servers, model_path=model, seed=seed,
+                      max_new_tokens=tokens, picture=picture)
+    if as_json:
+        print_json(result)
+    if not result["equal_tokens"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def registry(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="address to listen on")]
+    = DEFAULT_REGISTRY,
+    lease: Annotated[float, typer.Option(help="seconds of silence until a server is removed")]
+    = 10.0,
+    state: Annotated[str | None, typer.Option(help="file that keeps the epoch over restarts")]
+    = None,
+) -> None:
+    """Run the registry that servers and clients find each other through."""
+    from .processes import follow_parent
+    from .registry import Registry
+
+    server = Registry(listen, lease_seconds=lease, state_path=state).start()
+    stop_on_signals(server.close)
+    follow_parent(server.close)
+    print(f"registry listening on {server.address}", flush=True)
+    wait_for(server.serve_forever)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Hugging Face checkpoint folder")],
+    experts: Annotated[str, typer.Option(help="ids as 0-15,40; or all; or auto")] = "auto",
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    name: Annotated[str | None, typer.Option(help="name shown in status")] = None,
+    dtype: DtypeOption = None,
+    threads: Annotated[int | None, typer.Option(help="torch threads")] = None,
+    of: Annotated[int | None, typer.Option(help="with --experts auto: how many servers share")]
+    = None,
+    batch_invariant: Annotated[bool, typer.Option(help="same bits whatever else is in a batch")]
+    = True,
+) -> None:
+    """Serve some experts of a model."""
+    from .config import ServerConfig
+    from .control import load_token, parse_address
+    from .processes import follow_parent
+    from .serve import make_server
+
+    parse_address(registry)
+    server = make_server(
+        model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
+        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant),
+    )
+    stop_on_signals(server.close)
+    follow_parent(server.close)
+    server.start()
+    print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
+          f"registry {registry}", flush=True)
+    wait_for(server.serve_forever)
+    server.close()
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Hugging Face checkpoint folder")],
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    tokens: Annotated[int, typer.Option(help="tokens to generate")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="random seed")] = None,
+    dtype: DtypeOption = None,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for servers")] = 5.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate text with remote experts."""
+    from .control import load_token, parse_address
+    from .generate import run_generate
+
+    parse_address(registry)
+    result = run_generate(
+        model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
+        as_json=as_json, token=load_token(), dtype=dtype, timeout=timeout,
+    )
+    if as_json:
+        print_json(result)
+
+
+@app.command()
+def openai(
+    model: Annotated[str, typer.Argument(help="Hugging Face checkpoint folder")],
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
+    dtype: DtypeOption = None,
+    continuous_batching: Annotated[bool, typer.Option(help="batch requests as they come")] = True,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for servers")] = 5.0,
+) -> None:
+    """Run transformers' OpenAI-compatible server with remote experts."""
+    from .control import load_token, parse_address
+    from .openai_server import run_openai
+
+    parse_address(registry)
+    run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
+               continuous_batching=continuous_batching, timeout=timeout)
+
+
+@app.command()
+def status(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = False) -> None:
+    """Show the servers and clients of a registry."""
+    from .status import show_status
+
+    facts = show_status(registry, quiet=as_json)
+    if as_json:
+        print_json(facts)
+
+
+def wait_for(blocking) -> None:
+    """Runs a blocking call in a way that signal handlers still get their turn."""
+    import threading
+
+    thread = threading.Thread(target=blocking, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+
+
+def main() -> None:
+    """Entry point: errors of ours are one line, not a traceback."""
+    from .errors import ExpertwireError
+
+    try:
+        app()
+    except ExpertwireError as err:
+        print(f"expertwire: {err}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(141) from None
