@@ -143,6 +143,11 @@ class Batcher:
             self.messages[m].queue_ns = polled - start
         do_ibgda = all(self.links[self.messages[m].slot][0].do_ibgda for m in range(num_messages))
         self._launch_reply[do_ibgda].run(engines)
+        if not do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
+            for m in range(num_messages):
+                link, _ = self.links[self.messages[m].slot]
+                assert link.endpoint is not None
+                link.endpoint.notify()
         self.times.add("poll", polled - start)
         self.times.add("experts", done - polled)
         self.times.add("reply", time.perf_counter_ns() - done)

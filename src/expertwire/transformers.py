@@ -103,7 +103,7 @@ def load(
     """
     config = read_config(path)
     wait_ready = getattr(client, "wait_ready", None)
-    if wait_ready is not None and getattr(client, "model_info", None) is None:
+    if dtype is None and wait_ready is not None and getattr(client, "model_info", None) is None:
         wait_ready()
     info = getattr(client, "model_info", None)
     if dtype is None:
