@@ -1,0 +1,187 @@
+"""`expertwire openai`: the stock `transformers serve` server, with the experts elsewhere.
+
+transformers' server makes its ModelManager and its GenerationState by name when it starts. Here
+both are replaced, for that moment only, by subclasses: one that loads our model without experts,
+and one that outlives a batch that failed because an expert server was away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import transformers as integration
+from .cli import stop_on_signals
+from .client import Client
+from .errors import ConfigError
+from .processes import follow_parent
+from .serve import load_progress
+
+START_SECONDS = 30.0  # for uvicorn to listen, once the model is loaded
+# Continuous batching without limits takes what memory the machine has for its key-value cache.
+CACHE_TOKENS = 16384  # over all requests
+BLOCK_TOKENS = 32
+BATCH_TOKENS = 256  # in one step, as many as one message to a server carries
+STOP_SECONDS = 3  # for connections that are still open when the server ends
+
+
+def run_openai(
+    model: str, registry: str, *, host: str, port: int, dtype: str | None, token: bytes,
+    continuous_batching: bool, timeout: float,
+) -> None:
+    """Serves a model's attention side under the OpenAI API until SIGTERM or Ctrl-C.
+
+    model: checkpoint folder; requests may name it by path or by the folder's name. timeout: seconds
+    to wait for servers that hold all experts. Raises ConfigError if the serving extra is missing or
+    the address is taken, CheckpointError, NoServerError.
+    """
+    require_serving()
+    stop = threading.Event()
+    stop_on_signals(stop.set)
+    follow_parent(stop.set)
+    with Client(registry, token=token, name="openai", connect_timeout=timeout) as client:
+        client.wait_ready()
+        serve = start_serve(
+            model, client, host=host, port=port, dtype=dtype,
+            continuous_batching=continuous_batching,
+        )
+        try:
+            where = listening(serve.server, serve._thread)
+            if where is None:
+                raise ConfigError(f"cannot listen on {host}:{port}; is the port taken?")
+            print(f"{Path(model).resolve().name}: OpenAI API listening on http://{where}/v1",
+                  flush=True)
+            while not stop.wait(0.2) and serve._thread.is_alive():
+                pass
+        finally:
+            stop_serve(serve)
+
+
+def require_serving() -> None:
+    """Raises ConfigError, with what to install, when transformers' server cannot run."""
+    try:
+        from transformers.utils.import_utils import is_serve_available
+
+        available = is_serve_available()
+    except ImportError:
+        available = False
+    if not available:
+        raise ConfigError(
+            "the OpenAI-compatible server needs more packages: pip install 'expertwire[serving]'"
+        )
+
+
+def start_serve(
+    model: str, client: Client, *, host: str, port: int, dtype: str | None,
+    continuous_batching: bool,
+) -> Any:
+    """transformers' Serve object, its HTTP server starting in a thread."""
+    from transformers.cli.serve import Serve
+
+    with replaced_classes(model, client, dtype):
+        return Serve(
+            force_model=model, continuous_batching=continuous_batching, device="cpu", host=host,
+            port=port, non_blocking=True, cb_block_size=BLOCK_TOKENS,
+            cb_num_blocks=CACHE_TOKENS // BLOCK_TOKENS, cb_max_batch_tokens=BATCH_TOKENS,
+        )
+
+
+def stop_serve(serve: Any) -> None:
+    """Ends the generation worker, with the requests it has, then the HTTP server."""
+    serve.server.config.timeout_graceful_shutdown = STOP_SECONDS
+    serve.kill_server()
+    serve._thread.join(2 * STOP_SECONDS)
+
+
+def listening(server: Any, thread: threading.Thread) -> str | None:
+    """HOST:PORT once the HTTP server listens there, None if it ended instead."""
+    pause = threading.Event()
+    for _ in range(int(START_SECONDS / 0.05)):
+        if server.started:
+            host, port = server.servers[0].sockets[0].getsockname()[:2]
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not thread.is_alive():
+            return None
+        pause.wait(0.05)
+    return None
+
+
+@contextlib.contextmanager
+def replaced_classes(model: str, client: Client, dtype: str | None) -> Iterator[None]:
+    """While open, transformers' server is made with our model manager and generation state."""
+    from transformers.cli.serving import model_manager, utils
+
+    places = [
+        (model_manager, "ModelManager", make_manager(model, client, dtype)),
+        (utils, "GenerationState", make_state(client)),
+    ]
+    originals = [getattr(module, name) for module, name, _ in places]
+    for module, name, replacement in places:
+        setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for (module, name, _), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
+
+
+def make_manager(path: str, client: Client, dtype: str | None) -> type:
+    """A ModelManager class that knows one model, `path`, and loads it without its experts."""
+    from transformers import AutoProcessor
+    from transformers.cli.serving.model_manager import ModelManager
+
+    folder = Path(path).resolve()
+    name = folder.name
+
+    class RemoteExpertsManager(ModelManager):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            # Set, it would refuse every spelling but one; process_model_name decides instead.
+            self.force_model = None
+
+        def process_model_name(self, model_id: str) -> str:  # type: ignore[override]
+            if model_id in (name, path) or Path(model_id).resolve() == folder:
+                return name
+            from fastapi import HTTPException
+
+            raise HTTPException(404, f"model {model_id!r} is not here; this server has {name!r}")
+
+        def _load_processor(self, *_: Any, **__: Any) -> Any:
+            return AutoProcessor.from_pretrained(str(folder))
+
+        def _load_model(self, *_: Any, **__: Any) -> Any:
+            return integration.load(
+                folder, client, dtype=dtype, progress=load_progress("attention side")
+            )
+
+        def list_models(self, *_: Any, **__: Any) -> list[dict]:
+            return [{"id": name, "object": "model", "created": 0, "owned_by": "expertwire"}]
+
+        get_gen_models = list_models  # its name before 5.18
+
+    return RemoteExpertsManager
+
+
+def make_state(client: Client) -> type:
+    """A GenerationState class that starts a new worker after one that died."""
+    from transformers.cli.serving.utils import GenerationState
+
+    class RecoveringState(GenerationState):
+        def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+            # An error in a batch (no server holds an expert) ends transformers' batching worker
+            # for good, and with it the requests it had. The next request gets a fresh one.
+            if use_cb and not super().is_cb_alive():
+                print("expertwire: the batching worker failed; starting a new one",
+                      file=sys.stderr, flush=True)
+                self.shutdown()
+            return super().get_manager(model_id, use_cb)
+
+        def is_cb_alive(self) -> bool:
+            """What /health says: can the next request be answered?"""
+            return not client.links.table.missing()
+
+    return RecoveringState
