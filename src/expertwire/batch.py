@@ -35,6 +35,7 @@ class Experts(Protocol):
 
     experts: Sequence[int]  # ids held here, ascending
     echo: bool
+    min_rows: int  # batch-invariant mode: rows that each busy expert's group has at least
 
     def run(
         self, layer: int, rows: torch.Tensor, offsets: Sequence[int], batch_invariant: bool
@@ -71,6 +72,7 @@ class Batcher:
         self._poll.num_messages, self._poll.num_rows = found, found + 4
         self._poll.num_pairs, self._poll.layer = found + 8, found + 12
         num_local = len(shard.experts)
+        self._min_rows = shard.min_rows if config.batch_invariant else 1
         self._local_expert = np.full(self.num_experts, -1, np.int32)
         self._local_expert[list(shard.experts)] = np.arange(num_local)
         self._offsets = np.zeros(num_local + 1, np.uint32)
@@ -78,6 +80,7 @@ class Batcher:
         self._gather = ServerGatherArgs(
             local_expert=self._local_expert.ctypes.data, expert_offsets=self._offsets.ctypes.data,
             cursor=self._cursor.ctypes.data, num_local=num_local, num_experts=self.num_experts,
+            min_rows=self._min_rows,
         )
         self._reply = ServerReplyArgs(
             hidden_size=self.hidden_size, output_type=DATA_TYPES[self.dtype]
@@ -168,7 +171,7 @@ class Batcher:
         num_gathered = offsets[-1]
         if num_gathered == 0:
             return self._rows
-        self.expert_rows[layer] += np.diff(self._offsets)
+        self.expert_rows[layer, : len(offsets) - 1] += self._cursor - self._offsets[:-1]
         rows = self._rows[: num_gathered * row_bytes]
         try:
             if data_type == DATA_TYPES[torch.float8_e4m3fn]:
@@ -181,13 +184,15 @@ class Batcher:
             output = self.shard.run(layer, inputs, offsets, self.config.batch_invariant)
             return output.contiguous()
         except Exception:
-            log.exception("layer %d: the experts failed on a batch of %d rows", layer, num_gathered)
+            log.exception("layer %d: the experts failed on a batch of %d rows", layer, num_pairs)
             for m in range(num_messages):
                 if self.messages[m].reason == Reason.OK:
                     self.messages[m].reason = Reason.EXPERT_FAULT
             return None
 
     def _reserve(self, num_pairs: int, row_bytes: int) -> None:
+        # Padding adds at most min_rows - 1 places per busy expert, and each has a pair at least.
+        num_places = num_pairs + (self._min_rows - 1) * min(num_pairs, len(self.shard.experts))
         if num_pairs > self._pair_capacity:
             self._pair_capacity = capacity = max(num_pairs, 2 * self._pair_capacity)
             self._pair_expert = np.zeros(capacity, np.int32)
@@ -198,13 +203,12 @@ class Batcher:
             self._gather.pair_reply_row = self._pair_reply_row.ctypes.data
             self._reply.pair_position = self._pair_position.ctypes.data
             self._reply.pair_reply_row = self._pair_reply_row.ctypes.data
-            scales = capacity * -(-self.hidden_size // FP8_BLOCK)
+            scales = capacity * self._min_rows * -(-self.hidden_size // FP8_BLOCK)
             self._scales = torch.empty(scales, dtype=torch.float32)
             self._gather.gathered_scales = self._scales.data_ptr()
-        if num_pairs * row_bytes > self._rows.numel():
-            self._rows = torch.empty(self._pair_capacity * row_bytes, dtype=torch.uint8)
+        if num_places * row_bytes > self._rows.numel():
+            self._rows = torch.zeros(2 * num_places * row_bytes, dtype=torch.uint8)
             self._gather.gathered = self._rows.data_ptr()
-        self._gather.max_gathered_rows = self._pair_capacity
 
     def _finish(self, num_messages: int) -> list[ClientLink]:
         broken = []

@@ -14,6 +14,7 @@ class EchoShard:
     """Holds experts 0..num_experts-1 in name only; the server answers with the rows it got."""
 
     echo = True
+    min_rows = 1
 
     def __init__(self, num_experts: int = 1):
         self.experts: Sequence[int] = range(num_experts)

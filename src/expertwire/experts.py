@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
 from .errors import ConfigError
 
-# Rows per matrix product in batch-invariant mode. Every product has exactly this many rows, so a
-# row's bits depend on nothing but the row: not on how many others there are, nor on its place.
-TILE_ROWS = 16
+# Batch-invariant mode: a matrix product has at most this many rows, and at least as many as it
+# takes for a row's bits to be the same whatever the count (found at start, see _find_min_rows).
+MAX_ROWS = 64
 
 
 def parse_experts(text: str, num_experts: int) -> list[int]:
@@ -42,7 +41,7 @@ class ExpertLayer:
         self._module = module
         self._has_gate = getattr(module, "has_gate", True)
         first = "gate_up_proj" if self._has_gate else "up_proj"
-        # functional.linear wants [out, in]; a transposed family stores [in, out].
+        # Kept as [out, in]; a transposed family stores [in, out].
         turn = bool(getattr(module, "is_transposed", False))
         self._first = [self._linear_weight(w, turn) for w in parts[first]]
         self._down = [self._linear_weight(w, turn) for w in parts["down_proj"]]
@@ -56,12 +55,26 @@ class ExpertLayer:
 
     def forward(self, expert_idx: int, rows: torch.Tensor) -> torch.Tensor:
         """rows [N, H] -> unweighted outputs [N, H] of one held expert (index, not id)."""
-        middle = functional.linear(rows, self._first[expert_idx], self._first_bias[expert_idx])
+        return self.forward_groups([(expert_idx, 0, rows.shape[0])], rows)
+
+    def forward_groups(
+        self, groups: Sequence[tuple[int, int, int]], rows: torch.Tensor
+    ) -> torch.Tensor:
+        """rows [N, H] -> unweighted outputs [N, H]; groups of (held expert, begin, end) rows.
+
+        One product per group and projection; the gate runs once over all rows.
+        """
+        middle = rows.new_empty((rows.shape[0], self._first[0].shape[0]))
+        for i, begin, end in groups:
+            product(rows[begin:end], self._first[i], self._first_bias[i], middle[begin:end])
         if self._has_gate:
             middle = self._module._apply_gate(middle)  # type: ignore[operator]
         else:
             middle = self._module.act_fn(middle)  # type: ignore[operator]
-        return functional.linear(middle, self._down[expert_idx], self._down_bias[expert_idx])
+        output = torch.empty_like(rows)
+        for i, begin, end in groups:
+            product(middle[begin:end], self._down[i], self._down_bias[i], output[begin:end])
+        return output
 
     def num_bytes(self) -> int:
         return sum(w.numel() * w.element_size() for w in [*self._first, *self._down])
@@ -80,7 +93,7 @@ class ExpertShard:
         self.experts = list(experts)
         self.hidden_size = hidden_size
         self.dtype = dtype
-        self.tile_rows = self._choose_tile()
+        self.min_rows = self._find_min_rows()
 
     @property
     def num_layers(self) -> int:
@@ -91,49 +104,52 @@ class ExpertShard:
     ) -> torch.Tensor:
         """Unweighted expert outputs of rows that are grouped by expert.
 
-        rows: [N, H] in the shard's dtype; rows offsets[i] to offsets[i + 1] belong to
-        self.experts[i]. batch_invariant: every product has exactly `tile_rows` rows, the last one
-        padded with zeros. Returns [N, H].
+        rows: [N, H] in the shard's dtype, contiguous; rows offsets[i] to offsets[i + 1] belong to
+        self.experts[i]. batch_invariant: every group that is not empty has at least `min_rows`
+        rows (the gather kernel pads it), and goes in pieces of at most MAX_ROWS; a row's result
+        then depends on the row alone. Returns [N, H].
         """
-        experts = self.layers[layer]
-        busy = [i for i in range(len(offsets) - 1) if offsets[i] != offsets[i + 1]]
-        if not batch_invariant and len(busy) == 1:
-            return experts.forward(busy[0], rows)
-        output = torch.empty_like(rows)
-        for i in busy:
+        groups = []
+        for i in range(len(offsets) - 1):
             begin, end = offsets[i], offsets[i + 1]
-            if batch_invariant:
-                self._run_tiles(experts, i, rows[begin:end], output[begin:end], self.tile_rows)
-            else:
-                output[begin:end] = experts.forward(i, rows[begin:end])
-        return output
+            if begin == end:
+                continue
+            if batch_invariant and end - begin < self.min_rows:
+                raise ConfigError(
+                    f"a group of {end - begin} rows; batch-invariant mode needs {self.min_rows}"
+                )
+            pieces = -(-(end - begin) // MAX_ROWS) if batch_invariant else 1
+            edges = [begin + (end - begin) * p // pieces for p in range(pieces + 1)]
+            groups += [(i, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        return self.layers[layer].forward_groups(groups, rows)
 
-    @staticmethod
-    def _run_tiles(
-        experts: ExpertLayer, i: int, rows: torch.Tensor, output: torch.Tensor, tile_rows: int
-    ) -> None:
-        for begin in range(0, rows.shape[0], tile_rows):
-            part = rows[begin : begin + tile_rows]
-            count = part.shape[0]
-            tile = rows.new_zeros((tile_rows, rows.shape[1]))
-            tile[:count] = part
-            output[begin : begin + count] = experts.forward(i, tile)[:count]
+    def _find_min_rows(self) -> int:
+        """The least M for which products of M to MAX_ROWS rows all give a row the same bits.
 
-    def _choose_tile(self) -> int:
-        """TILE_ROWS if a row's bits are the same at every place of a tile, else 1.
-
-        Matrix libraries promise nothing about this, so it is tried on the first layer's weights:
-        each place in turn, among other rows.
+        Matrix libraries promise nothing here; what is usual is one kernel for very few rows and
+        another for the rest. So all counts are tried, on this shard's own first expert.
         """
         if not self.layers:
-            return TILE_ROWS
+            return 1
         generator = torch.Generator().manual_seed(1)
-        rows = torch.randn(2 * TILE_ROWS, self.hidden_size, generator=generator).to(self.dtype)
+        rows = torch.randn(MAX_ROWS, self.hidden_size, generator=generator).to(self.dtype)
         with torch.inference_mode():
-            expected = self.layers[0].forward(0, rows[:TILE_ROWS])
-            for shift in range(1, TILE_ROWS):
-                moved = torch.cat([rows[shift:TILE_ROWS], rows[TILE_ROWS : TILE_ROWS + shift]])
-                got = self.layers[0].forward(0, moved)[: TILE_ROWS - shift]
-                if not torch.equal(got, expected[shift:]):
-                    return 1
-        return TILE_ROWS
+            expected = self.layers[0].forward(0, rows)
+            for count in range(MAX_ROWS - 1, 0, -1):
+                # At the front and at the back of the batch: the place must not matter either.
+                front = self.layers[0].forward(0, rows[:count])
+                back = self.layers[0].forward(0, rows[-count:])
+                if not (torch.equal(front, expected[:count])
+                        and torch.equal(back, expected[-count:])):
+                    return count + 1
+        return 1
+
+
+def product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out = rows @ weight^T (+ bias): [N, in], [out, in], [out], [N, out]."""
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)

@@ -17,6 +17,7 @@ class ScaledExperts:
     """Expert e multiplies by (e + 1) and adds e: cheap, exact in fp32, and tells rows apart."""
 
     echo = False
+    min_rows = 3  # as if products of fewer rows gave other bits: groups come padded
 
     def __init__(self, experts: Sequence[int], dtype: torch.dtype = torch.float32):
         self.experts = list(experts)

@@ -9,13 +9,14 @@ struct ServerGatherArgs {
   u64 messages;        // ServerMessage [num_messages]; reason may be set here
   u64 local_expert;    // i32 [num_experts]: index among the experts held here, -1 if not held
   u64 pair_expert;     // scratch i32 [num_pairs]
-  u64 expert_offsets;  // out u32 [num_local + 1]: rows of local expert e are offsets[e]..offsets[e + 1]
-  u64 cursor;          // scratch u32 [num_local]
+  u64 expert_offsets;  // out u32 [num_local + 1]: places of local expert e are offsets[e]..offsets[e + 1]
+  u64 cursor;          // out u32 [num_local]: where expert e's rows end
   u64 pair_position;   // out i32 [num_pairs]: row of the pair among the gathered, -1 if none
   u64 pair_reply_row;  // out i32 [num_pairs]: row of the pair in a per-expert reply
   u64 gathered;        // out: rows of the message's data type
   u64 gathered_scales; // out: fp32 [rows][scales_per_row]
-  u32 num_messages, num_local, num_experts, max_gathered_rows;
+  u32 num_messages, num_local, num_experts;
+  u32 min_rows;        // an expert with rows gets at least this many places, the rest unused
 };
 
 // Copies the pair's expert to private memory, -1 for none; the whole message is refused if an id is
@@ -60,7 +61,7 @@ EW_KERNEL(server_gather, ServerGatherArgs) {
     u32 sum = 0;
     for (u32 e = 0; e < args.num_local; ++e) {
       offsets[e] = sum;
-      sum += cursor[e];
+      if (cursor[e] > 0) sum += cursor[e] < args.min_rows ? args.min_rows : cursor[e];
       cursor[e] = offsets[e];
     }
     offsets[args.num_local] = sum;
