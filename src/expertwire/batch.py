@@ -54,6 +54,8 @@ class Batcher:
         self.times = StageTimes()
         self.num_messages = self.num_rows = self.num_refused = 0
         self.expert_rows = np.zeros((model["num_layers"], max(len(shard.experts), 1)), np.int64)
+        self._expert_rows_addr = self.expert_rows.ctypes.data
+        self._layer_bytes = self.expert_rows.strides[0]
         self.links: list[tuple[ClientLink, int]] = []  # (client, slot index) of each slot
         self.slots = (ServerSlot * 1)()
         self.num_slots = 0
@@ -166,12 +168,12 @@ class Batcher:
         row_bytes = self.hidden_size * DATA_TYPE_BYTES[data_type]
         self._reserve(num_pairs, row_bytes)
         self._gather.num_messages = num_messages
+        self._gather.expert_rows = self._expert_rows_addr + layer * self._layer_bytes
         self._launch_gather.run()
         offsets = self._offsets.tolist()
         num_gathered = offsets[-1]
         if num_gathered == 0:
             return self._rows
-        self.expert_rows[layer, : len(offsets) - 1] += self._cursor - self._offsets[:-1]
         rows = self._rows[: num_gathered * row_bytes]
         try:
             if data_type == DATA_TYPES[torch.float8_e4m3fn]:

@@ -25,7 +25,7 @@ import torch
 from . import collect
 from .config import ClientConfig
 from .control import load_token
-from .device_structs import MessageShape
+from .device_structs import SIGNAL_ADD, MessageShape
 from .errors import ConfigError, ExpertwireError
 from .flight import Flight
 from .hca import open_hca
@@ -143,7 +143,7 @@ class Client:
         topk_weights: [T, K] float. Returns [T, H] in hidden's dtype. Raises as `dispatch` and
         `Handle.combine`.
         """
-        return self.dispatch(layer, hidden, topk_ids, topk_weights).combine()
+        return self._dispatch(layer, hidden, topk_ids, topk_weights).combine()
 
     def dispatch(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -154,6 +154,14 @@ class Client:
         that do not fit the model, NoServerError when an expert is held by nobody reachable within
         `connect_timeout`.
         """
+        handle = self._dispatch(layer, hidden, topk_ids, topk_weights)
+        self.hca.kick()  # nobody waits yet, so the engine's own thread has to send
+        return handle
+
+    def _dispatch(
+        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> Handle:
+        """`dispatch` without waking the engine's thread: whoever waits next drives the engine."""
         with self.lock:
             table = self._check(layer, hidden, topk_ids, topk_weights)
             batch = Batch(hidden, topk_ids, topk_weights, self.config.fp8)
@@ -275,15 +283,42 @@ class Client:
                 self.in_flight.append(flight)
 
     def issue(self, flight: Flight, chunk: Chunk, table: RoutingTable) -> None:
-        """Routes, packs and puts one chunk. The flight is then waiting for its loaded servers."""
-        batch, slots = chunk.handle.batch, self.links.shape
+        """Routes, packs and puts one chunk; the flight then waits for its loaded servers.
+
+        Waits for a new table if an expert is held by nobody. Raises NoServerError.
+        """
+        slots = self.links.shape
         assert slots is not None
-        start = time.perf_counter_ns()
+        deadline = time.monotonic() + self.config.connect_timeout
+        while True:
+            start = time.perf_counter_ns()
+            self._fill(flight, chunk, table, slots)
+            flight.launch_send.run(self.engines)
+            if flight.missing_expert.value < 0:
+                break
+            left, old = deadline - time.monotonic(), table
+            if left > 0:
+                table = self.links.wait(lambda t, old=old: t is not old, left)
+            if table is old:
+                needed = set(chunk.handle.batch.ids[chunk.begin : chunk.end].flatten().tolist())
+                missing = [e for e in table.missing() if e in needed]
+                raise self.links.no_server_error(chunk.handle.layer, missing)
+        self.num_skipped_ids += flight.num_skipped.value
+        flight.waiting = flight.loaded()
+        for s in flight.waiting:
+            table.links[s].previous_seq[flight.slot_idx] = self._seq
+        flight.chunk, flight.issued_ns = chunk, time.perf_counter_ns()
+        if not self.config.do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
+            for s in flight.waiting:
+                table.links[s].endpoint.notify()
+        collect.sent(self, flight, start)
+
+    def _fill(self, flight: Flight, chunk: Chunk, table: RoutingTable, slots: SlotShape) -> None:
+        """Everything that changes from batch to batch in the kernels' arguments."""
+        batch = chunk.handle.batch
         ids, weights = batch.ids[chunk.begin : chunk.end], batch.weights[chunk.begin : chunk.end]
         rows = batch.rows[chunk.begin : chunk.end]
-        table = self._route(flight, chunk, table, ids)
-        routed = time.perf_counter_ns()
-
+        flight.prepare(table, ids.shape[1], slots)
         self._seq += 1
         shape = MessageShape(
             hidden_size=slots.hidden_size, data_type=DATA_TYPES[rows.dtype],
@@ -291,62 +326,24 @@ class Client:
             reply_mode=slots.reply_mode, reply_type=DATA_TYPES[batch.output.dtype],
             client_id=self.client_id, layer=chunk.handle.layer, seq=self._seq, epoch=table.epoch,
         )
-        pack = flight.pack
+        route, pack = flight.route, flight.pack
         if batch.scales is not None:
             scales = batch.scales[chunk.begin : chunk.end]
             shape.scale_type, shape.scale_block = DATA_TYPES[torch.float32], FP8_BLOCK
             pack.scales, pack.scales_stride = scales.data_ptr(), scales.stride(0)
         flight.set_shape(shape)
+        route.topk_ids = pack.topk_ids = ids.data_ptr()
+        route.ids_stride = pack.ids_stride = ids.stride(0)
+        route.id_bytes = pack.id_bytes = ids.element_size()
+        route.num_tokens = ids.shape[0]
         pack.hidden = rows.data_ptr()
         pack.hidden_stride = rows.stride(0) * rows.element_size()
-        pack.topk_ids, pack.ids_stride, pack.id_bytes = (
-            ids.data_ptr(), ids.stride(0), ids.element_size()
-        )
         pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)
-        flight.waiting = flight.loaded()
-        for s in flight.waiting:
-            flight.servers[s].previous_seq = table.links[s].previous_seq[flight.slot_idx]
-            table.links[s].previous_seq[flight.slot_idx] = self._seq
+        if flight.put.signal_mode == SIGNAL_ADD:
+            for s, link in enumerate(table.links):
+                flight.servers[s].previous_seq = link.previous_seq[flight.slot_idx]
+        flight.num_skipped.value, flight.missing_expert.value = 0, -1
         flight.status.code = 0
-        flight.launch_pack.run()
-        packed = time.perf_counter_ns()
-        flight.launch_put.run(self.engines)
-        if self.config.do_ibgda:
-            self.hca.poll(4 * len(flight.waiting))
-            self.hca.kick()
-        else:
-            for s in flight.waiting:
-                table.links[s].endpoint.notify()
-        flight.chunk, flight.issued_ns = chunk, time.perf_counter_ns()
-        self.times.add("route", routed - start)
-        self.times.add("pack", packed - routed)
-        self.times.add("put", flight.issued_ns - packed)
-        collect.sent(self, flight, start, routed, packed)
-
-    def _route(
-        self, flight: Flight, chunk: Chunk, table: RoutingTable, ids: torch.Tensor
-    ) -> RoutingTable:
-        """Runs the route kernel; waits for a new table once if an expert is held by nobody."""
-        deadline = time.monotonic() + self.config.connect_timeout
-        while True:
-            assert self.links.shape is not None
-            flight.prepare(table, ids.shape[1], self.links.shape)
-            route = flight.route
-            route.topk_ids, route.ids_stride = ids.data_ptr(), ids.stride(0)
-            route.id_bytes, route.num_tokens = ids.element_size(), ids.shape[0]
-            flight.num_skipped.value, flight.missing_expert.value = 0, -1
-            flight.launch_route.run()
-            if flight.missing_expert.value < 0:
-                self.num_skipped_ids += flight.num_skipped.value
-                return table
-            left = deadline - time.monotonic()
-            old = table
-            if left > 0:
-                table = self.links.wait(lambda t: t is not old, left)
-            if table is old:
-                needed = set(ids.flatten().tolist())
-                missing = [e for e in table.missing() if e in needed]
-                raise self.links.no_server_error(chunk.handle.layer, missing)
 
     # ---------------------------------------------------------------- receiving
 

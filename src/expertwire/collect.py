@@ -24,7 +24,7 @@ from .errors import (
     WaitTimeout,
 )
 from .hca.wqe import syndrome_name
-from .message import DATA_TYPES, REASON_TEXT, Reason
+from .message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason
 
 if TYPE_CHECKING:
     from .client import Chunk, Client
@@ -73,12 +73,12 @@ def wait_replies(client: Client, flight: Flight) -> None:
     """Until every loaded server's flag holds the seq. Spins, then sleeps; drives the engine."""
     table = flight.table
     assert table is not None
-    seq = flight.shape.seq
+    seq, flags = flight.shape.seq, flight.flags
     deadline = time.perf_counter_ns() + int(client.config.reply_timeout * 1e9)
     spin_ns = int(client.config.spin_us * 1e3)
     start = time.perf_counter_ns()
     while flight.waiting:
-        arrived = [s for s in flight.waiting if client.hca.read_word(flight.flag_addr(s)) == seq]
+        arrived = [s for s in flight.waiting if flags[s].value == seq]
         now = time.perf_counter_ns()
         for s in arrived:
             flight.waiting.remove(s)
@@ -95,14 +95,14 @@ def wait_replies(client: Client, flight: Flight) -> None:
                 )
         if now >= deadline:
             link = table.links[flight.waiting[0]]
-            seen = client.hca.read_word(flight.flag_addr(flight.waiting[0]))
+            seen = flags[flight.waiting[0]].value
             raise WaitTimeout(
                 f"no reply from server {link.server_id} within {client.config.reply_timeout} s "
                 f"(stage combine, expected seq {seq}, seen {seen}); it may be overloaded: raise "
                 "reply_timeout, or add servers", "combine", link.server_id, seq, seen,
             )
         words = [flight.flag_addr(s) for s in flight.waiting]
-        seen_words = [client.hca.read_word(word) for word in words]
+        seen_words = [flags[s].value for s in flight.waiting]
         if seq in seen_words:
             continue
         client.hca.wait(words, seen_words, spin_ns=spin_ns, timeout_ns=deadline - now)
@@ -113,8 +113,8 @@ def count_reply(client: Client, flight: Flight, s: int, now: int) -> None:
     assert flight.table is not None
     entry = flight.servers[s]
     rows = int(flight.batch_size[s])
-    row_bytes = flight.shape.hidden_size * _type_bytes(flight.shape.data_type)
-    reply_bytes = flight.shape.hidden_size * _type_bytes(flight.shape.reply_type)
+    row_bytes = flight.shape.hidden_size * DATA_TYPE_BYTES[flight.shape.data_type]
+    reply_bytes = flight.shape.hidden_size * DATA_TYPE_BYTES[flight.shape.reply_type]
     flight.table.links[s].counters.add(
         rows=rows, bytes_sent=rows * (row_bytes + 8 * flight.shape.experts_per_row) + 144,
         bytes_received=flight.reply_rows(s) * reply_bytes + 72, duration_ns=now - flight.issued_ns,
@@ -126,12 +126,6 @@ def count_reply(client: Client, flight: Flight, s: int, now: int) -> None:
             "server_id": flight.table.links[s].server_id, "sent_ns": flight.issued_ns,
             "seen_ns": now, "queue_us": head.queue_us, "experts_us": head.experts_us,
         })
-
-
-def _type_bytes(data_type: int) -> int:
-    from .message import DATA_TYPE_BYTES
-
-    return DATA_TYPE_BYTES[data_type]
 
 
 def combine(client: Client, flight: Flight, chunk: Chunk) -> None:
@@ -152,11 +146,19 @@ def combine(client: Client, flight: Flight, chunk: Chunk) -> None:
     raise_for_status(flight)
 
 
-def sent(client: Client, flight: Flight, start: int, routed: int, packed: int) -> None:
+def sent(client: Client, flight: Flight, start: int) -> None:
+    """Notes how long the stages of sending took; `start` is a perf_counter time in ns."""
+    launch = flight.launch_send
+    route, pack, put = (launch.elapsed_ns(i) for i in range(3))
+    client.times.add("route", route)
+    client.times.add("pack", pack)
+    client.times.add("put", put)
+    client.times.add("send", time.perf_counter_ns() - start)
     if client.trace is not None:
+        put_start = flight.issued_ns - put
         client.trace.append({
-            "kind": "send", "layer": flight.shape.layer, "start_ns": start, "routed_ns": routed,
-            "packed_ns": packed, "put_ns": flight.issued_ns,
+            "kind": "send", "layer": flight.shape.layer, "start_ns": start,
+            "routed_ns": put_start - pack, "packed_ns": put_start, "put_ns": flight.issued_ns,
         })
 
 

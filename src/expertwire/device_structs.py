@@ -102,7 +102,8 @@ class ClientPackArgs(ctypes.Structure):
         ("servers", c_uint64), ("tables", RouteTables), ("shape", MessageShape),
         ("hidden", c_uint64), ("hidden_stride", c_uint64), ("topk_ids", c_uint64),
         ("ids_stride", c_uint64), ("topk_weights", c_uint64), ("weights_stride", c_uint64),
-        ("scales", c_uint64), ("scales_stride", c_uint64), ("id_bytes", c_uint32),
+        ("scales", c_uint64), ("scales_stride", c_uint64), ("missing_expert", c_uint64),
+        ("id_bytes", c_uint32),
         ("reserved", c_uint32),
     )
 
@@ -110,7 +111,8 @@ class ClientPackArgs(ctypes.Structure):
 class ClientPutArgs(ctypes.Structure):
     _fields_ = (
         ("servers", c_uint64), ("tables", RouteTables), ("shape", MessageShape),
-        ("status", c_uint64), ("max_loaded_servers", c_uint32), ("signal_mode", c_uint32),
+        ("status", c_uint64), ("missing_expert", c_uint64), ("max_loaded_servers", c_uint32),
+        ("signal_mode", c_uint32),
     )
 
 
@@ -188,7 +190,7 @@ class ServerGatherArgs(ctypes.Structure):
         ("slots", c_uint64), ("messages", c_uint64), ("local_expert", c_uint64),
         ("pair_expert", c_uint64), ("expert_offsets", c_uint64), ("cursor", c_uint64),
         ("pair_position", c_uint64), ("pair_reply_row", c_uint64), ("gathered", c_uint64),
-        ("gathered_scales", c_uint64), ("num_messages", c_uint32), ("num_local", c_uint32),
+        ("gathered_scales", c_uint64), ("expert_rows", c_uint64), ("num_messages", c_uint32), ("num_local", c_uint32),
         ("num_experts", c_uint32), ("min_rows", c_uint32),
     )
 

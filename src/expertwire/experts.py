@@ -38,20 +38,16 @@ class ExpertLayer:
     """
 
     def __init__(self, module: torch.nn.Module, parts: dict[str, torch.Tensor]):
-        self._module = module
         self._has_gate = getattr(module, "has_gate", True)
+        self._gate = module._apply_gate if self._has_gate else module.act_fn
         first = "gate_up_proj" if self._has_gate else "up_proj"
-        # Kept as [out, in]; a transposed family stores [in, out].
-        turn = bool(getattr(module, "is_transposed", False))
-        self._first = [self._linear_weight(w, turn) for w in parts[first]]
-        self._down = [self._linear_weight(w, turn) for w in parts["down_proj"]]
+        # Views as [in, out]; most families store [out, in], a transposed one [in, out].
+        turn = not getattr(module, "is_transposed", False)
+        self._first = [w.t() if turn else w for w in parts[first]]
+        self._down = [w.t() if turn else w for w in parts["down_proj"]]
         none = [None] * len(self._first)
         self._first_bias = list(parts.get(f"{first}_bias", none))
         self._down_bias = list(parts.get("down_proj_bias", none))
-
-    @staticmethod
-    def _linear_weight(weight: torch.Tensor, turn: bool) -> torch.Tensor:
-        return weight.t().contiguous() if turn else weight
 
     def forward(self, expert_idx: int, rows: torch.Tensor) -> torch.Tensor:
         """rows [N, H] -> unweighted outputs [N, H] of one held expert (index, not id)."""
@@ -62,19 +58,28 @@ class ExpertLayer:
     ) -> torch.Tensor:
         """rows [N, H] -> unweighted outputs [N, H]; groups of (held expert, begin, end) rows.
 
-        One product per group and projection; the gate runs once over all rows.
+        One product per group and projection. With more than two groups the gate runs once over
+        all rows; with fewer, skipping the copies is faster.
         """
-        middle = rows.new_empty((rows.shape[0], self._first[0].shape[0]))
+        if len(groups) == 1:
+            return self._one(groups[0][0], rows)
+        output = torch.empty_like(rows)
+        if len(groups) == 2:
+            for i, begin, end in groups:
+                middle = self._gate(product(rows[begin:end], self._first[i], self._first_bias[i]))
+                product(middle, self._down[i], self._down_bias[i], output[begin:end])
+            return output
+        middle = rows.new_empty((rows.shape[0], self._first[0].shape[1]))
         for i, begin, end in groups:
             product(rows[begin:end], self._first[i], self._first_bias[i], middle[begin:end])
-        if self._has_gate:
-            middle = self._module._apply_gate(middle)  # type: ignore[operator]
-        else:
-            middle = self._module.act_fn(middle)  # type: ignore[operator]
-        output = torch.empty_like(rows)
+        middle = self._gate(middle)
         for i, begin, end in groups:
             product(middle[begin:end], self._down[i], self._down_bias[i], output[begin:end])
         return output
+
+    def _one(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+        middle = self._gate(product(rows, self._first[i], self._first_bias[i]))
+        return product(middle, self._down[i], self._down_bias[i])
 
     def num_bytes(self) -> int:
         return sum(w.numel() * w.element_size() for w in [*self._first, *self._down])
@@ -146,10 +151,10 @@ class ExpertShard:
 
 
 def product(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """out = rows @ weight^T (+ bias): [N, in], [out, in], [out], [N, out]."""
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """rows @ weight (+ bias): [N, in], [in, out], [out] -> [N, out]."""
     if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias, rows, weight.t(), out=out)
+        return torch.mm(rows, weight, out=out)
+    return torch.addmm(bias, rows, weight, out=out)

@@ -73,16 +73,22 @@ class Flight:
             reply_mode=slots.reply_mode,
         )
         self.pack = ClientPackArgs(servers=servers, tables=tables)
+        missing = ctypes.addressof(self.missing_expert)
+        self.pack.missing_expert = missing
         self.put = ClientPutArgs(
-            servers=servers, tables=tables, status=status,
+            servers=servers, tables=tables, status=status, missing_expert=missing,
             max_loaded_servers=self.config.max_servers,
             signal_mode=SIGNAL_MODES[self.config.signal_mode],
         )
         self.combine = ClientCombineArgs(servers=servers, tables=tables, status=status)
+        # Views of each reply flag: reading `.value` is all that a look at the flag costs.
+        self.flags = [
+            ctypes.c_uint64.from_address(self.flag_addr(s)) for s in range(num_servers)
+        ]
         put_kernel = "client_put_ibgda" if self.config.do_ibgda else "client_put_direct"
-        self.launch_route = Launch([("client_route", self.route)])
-        self.launch_pack = Launch([("client_pack", self.pack)])
-        self.launch_put = Launch([(put_kernel, self.put)])
+        self.launch_send = Launch([
+            ("client_route", self.route), ("client_pack", self.pack), (put_kernel, self.put),
+        ])
         self.launch_combine = Launch([("client_combine", self.combine)])
 
     def _fill_server(self, entry: ClientServer, link: ServerLink, slots: SlotShape) -> None:
@@ -99,7 +105,7 @@ class Flight:
 
     def loaded(self) -> list[int]:
         """Indices of the servers that this batch sends to."""
-        return np.flatnonzero(self.batch_size).tolist()
+        return [s for s, rows in enumerate(self.batch_size.tolist()) if rows]
 
     def set_shape(self, shape: MessageShape) -> None:
         """The same message shape for every stage of this batch."""

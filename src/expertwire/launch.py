@@ -21,7 +21,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p), ("args_bytes", ctypes.c_uint32),
         ("grid_dim", ctypes.c_uint32), ("block_dim", ctypes.c_uint32),
-        ("warp_size", ctypes.c_uint32),
+        ("warp_size", ctypes.c_uint32), ("elapsed_ns", ctypes.c_uint64),
     )
 
 
@@ -72,16 +72,21 @@ class Launch:
             step.args_bytes = ctypes.sizeof(args)
             step.grid_dim, step.block_dim, step.warp_size = grid, warps * size, size
         self._count = len(steps)
+        self._bare = ctypes.addressof(self._steps)
         self._run = declare(
-            "ew_launch", ctypes.c_int, ctypes.POINTER(Step), ctypes.c_uint32, ctypes.c_void_p,
+            "ew_launch", ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p,
             ctypes.c_uint32,
         )
 
     def run(self, hcas: ctypes.Array | None = None) -> None:
         """Runs the steps on this thread. `hcas`: engines driven while every lane spins."""
-        code = self._run(self._steps, self._count, hcas, len(hcas) if hcas is not None else 0)
+        code = self._run(self._bare, self._count, hcas, len(hcas) if hcas is not None else 0)
         if code != 0:
             raise ExpertwireError(f"launch failed: {last_error()}")
+
+    def elapsed_ns(self, step: int) -> int:
+        """How long a step of the last run took."""
+        return self._steps[step].elapsed_ns
 
     def run_seeded(self, seed: int, hcas: ctypes.Array | None = None) -> None:
         """Runs the steps side by side in the interleaving that the seed picks."""

@@ -239,7 +239,5 @@ class Server:
         if self.config.linger > 0:
             self._stop.wait(self.config.linger)
         broken = batcher.serve(self.lease.epoch, self.lease.seat, self._engines)
-        self.hca.poll(256)
-        self.hca.kick()
         for link in broken:
             self._remove(link)

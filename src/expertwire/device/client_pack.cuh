@@ -19,6 +19,7 @@ struct ClientPackArgs {
   u64 weights_stride;
   u64 scales;         // fp32 [num_tokens][scales_per_row], only when shape.scale_block > 0
   u64 scales_stride;
+  u64 missing_expert;  // const i32*, from routing: nothing is packed or put unless it is -1
   u32 id_bytes, reserved;
 };
 
@@ -71,6 +72,7 @@ EW_DEVICE void pack_head(const ClientPackArgs& args, u32 s, u32 num_rows, const 
 }
 
 EW_KERNEL(client_pack, ClientPackArgs) {
+  if (*at<const i32>(args.missing_expert) >= 0) return;
   // Work items of all servers in one numbering: rows of server 0, its head, rows of server 1, ...
   u64 item = global_warp();
   u64 first = 0;  // number of the current server's first item ("server_cumsum_batch_size")

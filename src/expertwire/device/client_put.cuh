@@ -12,6 +12,7 @@ struct ClientPutArgs {
   RouteTables tables;
   MessageShape shape;
   u64 status;   // KernelStatus*
+  u64 missing_expert;  // as for packing
   u32 max_loaded_servers;  // more loaded servers than this is an error, not an overrun
   u32 signal_mode;
 };
@@ -75,6 +76,7 @@ EW_DEVICE void put_to_server(const ClientPutArgs& args, u32 s, u32 qp_id) {
 
 template <bool do_ibgda>
 EW_DEVICE void client_put(const ClientPutArgs& args) {
+  if (*at<const i32>(args.missing_expert) >= 0) return;
   const u32 num_servers = args.tables.num_servers;
   const u32* batch_size = at<const u32>(args.tables.batch_size);
   u32 num_loaded = 0;
@@ -98,7 +100,7 @@ EW_KERNEL(client_put_direct, ClientPutArgs) { client_put<false>(args); }
 
 // The older form: the first warp serves one server after another.
 EW_KERNEL(client_put_sequential, ClientPutArgs) {
-  if (global_warp() != 0) return;
+  if (global_warp() != 0 || *at<const i32>(args.missing_expert) >= 0) return;
   for (u32 s = 0; s < args.tables.num_servers; ++s)
     if (at<const u32>(args.tables.batch_size)[s] > 0) put_to_server<true>(args, s, 0);
 }

@@ -15,6 +15,7 @@ struct ServerGatherArgs {
   u64 pair_reply_row;  // out i32 [num_pairs]: row of the pair in a per-expert reply
   u64 gathered;        // out: rows of the message's data type
   u64 gathered_scales; // out: fp32 [rows][scales_per_row]
+  u64 expert_rows;     // u64 [num_local]: rows of this layer so far, added to (load statistics)
   u32 num_messages, num_local, num_experts;
   u32 min_rows;        // an expert with rows gets at least this many places, the rest unused
 };
@@ -61,6 +62,7 @@ EW_KERNEL(server_gather, ServerGatherArgs) {
     u32 sum = 0;
     for (u32 e = 0; e < args.num_local; ++e) {
       offsets[e] = sum;
+      at<u64>(args.expert_rows)[e] += cursor[e];
       if (cursor[e] > 0) sum += cursor[e] < args.min_rows ? args.min_rows : cursor[e];
       cursor[e] = offsets[e];
     }

@@ -35,14 +35,16 @@ int check(const ew_step& step) {
 
 EW_API const ew::Kernel* ew_kernel_find(const char* name) { return ew::find_kernel(name); }
 
-// Runs the steps in order; while all lanes of one spin, the given HCAs are driven.
-EW_API int ew_launch(const ew_step* steps, unsigned num_steps, ew_hca* const* hcas, unsigned num_hcas) {
+// Runs the steps in order and times them; while all lanes of one spin, the given HCAs are driven.
+EW_API int ew_launch(ew_step* steps, unsigned num_steps, ew_hca* const* hcas, unsigned num_hcas) {
   Engines engines = {hcas, num_hcas, 64};
   for (unsigned i = 0; i < num_steps; ++i) {
     if (int error = check(steps[i])) return error;
     const ew::LaunchSpec spec = {steps[i].kernel->entry, steps[i].args, steps[i].grid_dim, steps[i].block_dim,
                                  steps[i].warp_size};
+    const ew::u64 start = ew::clock_ns();
     if (int error = ew::run_fast(&spec, 1, run_engines, &engines)) return error;
+    steps[i].elapsed_ns = ew::clock_ns() - start;
   }
   return 0;
 }

@@ -19,4 +19,5 @@ struct ew_step {
   const ew::Kernel* kernel;
   const void* args;
   unsigned args_bytes, grid_dim, block_dim, warp_size;
+  unsigned long long elapsed_ns;  // out: how long the step ran
 };
