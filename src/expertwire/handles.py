@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from .errors import HandleError
 
 HANDLE_VERSION = 1
+MAX_QPNS = 0xFFFF // 4  # the length of a body is 16 bits
 _PREFIX = struct.Struct("<4sHH")
+
+
+def _fields(layout: str, *values: int) -> bytes:
+    try:
+        return struct.pack(layout, *values)
+    except struct.error as err:
+        raise HandleError(f"numbers that cannot be packed in a handle: {err}") from None
 
 
 def _seal(magic: bytes, body: bytes) -> bytes:
@@ -49,7 +57,12 @@ class ConnectionHandle:
     MAGIC = b"EWCH"
 
     def pack(self) -> bytes:
-        return _seal(self.MAGIC, struct.pack(f"<{len(self.qpns)}I", *self.qpns))
+        """Raises HandleError for numbers that no peer would take."""
+        if not 0 < len(self.qpns) <= MAX_QPNS:
+            raise HandleError(
+                f"{len(self.qpns)} queue pairs cannot be packed in a handle (1 to {MAX_QPNS})"
+            )
+        return _seal(self.MAGIC, _fields(f"<{len(self.qpns)}I", *self.qpns))
 
     @classmethod
     def unpack(cls, raw: bytes) -> ConnectionHandle:
@@ -71,9 +84,14 @@ class MemoryHandle:
     _BODY = struct.Struct("<QQII")
 
     def pack(self) -> bytes:
-        return _seal(
-            self.MAGIC, self._BODY.pack(self.addr, self.num_bytes, self.rkey, self.fd_idx)
-        )
+        """Raises HandleError for an address range that no peer would take."""
+        if self.num_bytes <= 0 or self.addr + self.num_bytes > 1 << 64:
+            raise HandleError(
+                f"{self.num_bytes} bytes at {self.addr:#x} cannot be packed in a handle"
+            )
+        return _seal(self.MAGIC, _fields(
+            self._BODY.format, self.addr, self.num_bytes, self.rkey, self.fd_idx
+        ))
 
     @classmethod
     def unpack(cls, raw: bytes) -> MemoryHandle:
