@@ -18,7 +18,7 @@ def parse_experts(text: str, num_experts: int) -> list[int]:
     ids: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not is_number(first) or (dash and not is_number(last)):
             raise ConfigError(f"--experts {text!r}: {part!r} is neither a number nor a range A-B")
         begin, end = int(first), int(last) if dash else int(first)
         if begin > end or end >= num_experts:
@@ -27,6 +27,10 @@ def parse_experts(text: str, num_experts: int) -> list[int]:
             )
         ids.update(range(begin, end + 1))
     return sorted(ids)
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 class ExpertLayer:

@@ -49,7 +49,7 @@ def quantise_fp8(rows: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, to
     scales = blocks.abs().amax(dim=2) / FP8_MAX
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     values = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX)
-    quantised = values.view(num_rows, -1)[:, :hidden].to(torch.float8_e4m3fn).contiguous()
+    quantised = values.view(padded.shape)[:, :hidden].to(torch.float8_e4m3fn).contiguous()
     return quantised, scales.contiguous()
 
 
