@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ._native import declare
 from .client_link import ClientLink
 from .config import ServerConfig
 from .device_structs import (
@@ -22,7 +23,9 @@ from .device_structs import (
     ServerReplyArgs,
     ServerSlot,
 )
-from .launch import Launch
+from .errors import ExpertwireError
+from .hca.interface import Hca
+from .launch import Launch, hca_array, last_error
 from .message import DATA_TYPE_BYTES, DATA_TYPES, FP8_BLOCK, Reason, dtype_of
 from .reference import dequantise_fp8
 from .stats import StageTimes
@@ -54,8 +57,6 @@ class Batcher:
         self.times = StageTimes()
         self.num_messages = self.num_rows = self.num_refused = 0
         self.expert_rows = np.zeros((model["num_layers"], max(len(shard.experts), 1)), np.int64)
-        self._expert_rows_addr = self.expert_rows.ctypes.data
-        self._layer_bytes = self.expert_rows.strides[0]
         self.links: list[tuple[ClientLink, int]] = []  # (client, slot index) of each slot
         self.slots = (ServerSlot * 1)()
         self.num_slots = 0
@@ -82,7 +83,8 @@ class Batcher:
         self._gather = ServerGatherArgs(
             local_expert=self._local_expert.ctypes.data, expert_offsets=self._offsets.ctypes.data,
             cursor=self._cursor.ctypes.data, num_local=num_local, num_experts=self.num_experts,
-            min_rows=self._min_rows,
+            min_rows=self._min_rows, num_messages=found, layer=found + 12,
+            expert_rows=self.expert_rows.ctypes.data,
         )
         self._reply = ServerReplyArgs(
             hidden_size=self.hidden_size, output_type=DATA_TYPES[self.dtype]
@@ -92,6 +94,12 @@ class Batcher:
         self._scales = torch.empty(0)
         self._launch_poll = Launch([("server_poll", self._poll)])
         self._launch_gather = Launch([("server_gather", self._gather)])
+        self._take = declare(
+            "ew_server_take", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32,
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64,
+            ctypes.c_uint64,
+        )
+        self._spin_ns = int(config.spin_us * 1e3)
         self._launch_reply = {
             True: Launch([("server_reply_ibgda", self._reply)]),
             False: Launch([("server_reply_direct", self._reply)]),
@@ -121,60 +129,61 @@ class Batcher:
         poll.num_slots = poll.max_messages = self.num_slots
         self._reply.status = ctypes.addressof(self.statuses)
 
-    def seen(self) -> list[int]:
-        """What each slot's flag held when it was last taken."""
-        return [slot.last_seq for slot in self.slots[: self.num_slots]]
+    def serve(self, hca: Hca, epoch: int, seat: int, timeout_ns: int) -> list[ClientLink]:
+        """Waits for messages at most timeout_ns; takes what is ready, computes, replies.
 
-    def serve(self, epoch: int, seat: int, engines: ctypes.Array) -> list[ClientLink]:
-        """Takes what is ready, computes, replies. Returns clients that could not be answered."""
-        start = time.perf_counter_ns()
+        Returns clients that could not be answered.
+        """
         self._poll.first_slot = self._first_slot
-        self._launch_poll.run()
-        num_messages, num_rows, num_pairs, layer, data_type = self._found
-        if num_messages == 0:
+        taken = self._take(
+            hca.pointer, ctypes.addressof(self.slots), self.num_slots,
+            self._launch_poll.address, 0 if self.shard.echo else self._launch_gather.address,
+            ctypes.addressof(self._found), self._pair_capacity, self._spin_ns, timeout_ns,
+        )
+        if taken == 0:
             return []
+        if taken < 0:
+            raise ExpertwireError(f"taking a batch failed: {last_error()}")
+        start = time.perf_counter_ns()
+        num_messages, num_rows, num_pairs, layer, data_type = self._found
         self._first_slot = (self.messages[num_messages - 1].slot + 1) % self.num_slots
-        polled = time.perf_counter_ns()
         output = None
-        if num_rows:
-            output = self._run_experts(num_messages, num_pairs, layer, data_type)
+        if num_rows and not self.shard.echo:
+            if taken == 1:
+                self._reserve(num_pairs)
+                self._launch_gather.run()
+            output = self._run_experts(num_messages, layer, data_type)
         done = time.perf_counter_ns()
         ctypes.memset(self.statuses, 0, num_messages * ctypes.sizeof(KernelStatus))
         reply = self._reply
         reply.num_messages, reply.epoch, reply.server_id = num_messages, epoch, seat
-        reply.experts_us = (done - polled) // 1000
+        reply.experts_us = (done - start) // 1000
         reply.expert_output = output.data_ptr() if output is not None else 0
-        for m in range(num_messages):
-            self.messages[m].queue_ns = polled - start
-        do_ibgda = all(self.links[self.messages[m].slot][0].do_ibgda for m in range(num_messages))
-        self._launch_reply[do_ibgda].run(engines)
-        if not do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
-            for m in range(num_messages):
-                link, _ = self.links[self.messages[m].slot]
-                assert link.endpoint is not None
-                link.endpoint.notify()
-        self.times.add("poll", polled - start)
-        self.times.add("experts", done - polled)
-        self.times.add("reply", time.perf_counter_ns() - done)
+        self._send(num_messages, hca)
+        times = self.times
+        times.add("poll", self._launch_poll.elapsed_ns(0))
+        times.add("gather", self._launch_gather.elapsed_ns(0))
+        times.add("experts", done - start)
+        times.add("reply", time.perf_counter_ns() - done)
         self.num_rows += num_rows
         return self._finish(num_messages)
 
-    def _run_experts(
-        self, num_messages: int, num_pairs: int, layer: int, data_type: int
-    ) -> torch.Tensor | None:
+    def _send(self, num_messages: int, hca: Hca) -> None:
+        links = [self.links[self.messages[m].slot][0] for m in range(num_messages)]
+        do_ibgda = all(link.do_ibgda for link in links)
+        self._launch_reply[do_ibgda].run(hca_array(hca.pointer))
+        if not do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
+            for link in links:
+                assert link.endpoint is not None
+                link.endpoint.notify()
+
+    def _run_experts(self, num_messages: int, layer: int, data_type: int) -> torch.Tensor | None:
         """Gathered rows through the experts: [rows, H], or None when there is nothing to add."""
-        if self.shard.echo:
-            return None
-        row_bytes = self.hidden_size * DATA_TYPE_BYTES[data_type]
-        self._reserve(num_pairs, row_bytes)
-        self._gather.num_messages = num_messages
-        self._gather.expert_rows = self._expert_rows_addr + layer * self._layer_bytes
-        self._launch_gather.run()
         offsets = self._offsets.tolist()
         num_gathered = offsets[-1]
         if num_gathered == 0:
             return self._rows
-        rows = self._rows[: num_gathered * row_bytes]
+        rows = self._rows[: num_gathered * self.hidden_size * DATA_TYPE_BYTES[data_type]]
         try:
             if data_type == DATA_TYPES[torch.float8_e4m3fn]:
                 quantised = rows.view(torch.float8_e4m3fn).view(num_gathered, self.hidden_size)
@@ -186,31 +195,33 @@ class Batcher:
             output = self.shard.run(layer, inputs, offsets, self.config.batch_invariant)
             return output.contiguous()
         except Exception:
-            log.exception("layer %d: the experts failed on a batch of %d rows", layer, num_pairs)
+            log.exception("layer %d: the experts failed on %d rows", layer, num_gathered)
             for m in range(num_messages):
                 if self.messages[m].reason == Reason.OK:
                     self.messages[m].reason = Reason.EXPERT_FAULT
             return None
 
-    def _reserve(self, num_pairs: int, row_bytes: int) -> None:
+    def _reserve(self, num_pairs: int) -> None:
+        """Buffers for at least num_pairs (row, expert) pairs of any data type."""
+        if num_pairs <= self._pair_capacity:
+            return
+        self._pair_capacity = capacity = max(num_pairs, 2 * self._pair_capacity)
+        self._pair_expert = np.zeros(capacity, np.int32)
+        self._pair_position = np.zeros(capacity, np.int32)
+        self._pair_reply_row = np.zeros(capacity, np.int32)
+        self._gather.pair_expert = self._pair_expert.ctypes.data
+        self._gather.pair_position = self._pair_position.ctypes.data
+        self._gather.pair_reply_row = self._pair_reply_row.ctypes.data
+        self._reply.pair_position = self._pair_position.ctypes.data
+        self._reply.pair_reply_row = self._pair_reply_row.ctypes.data
         # Padding adds at most min_rows - 1 places per busy expert, and each has a pair at least.
-        num_places = num_pairs + (self._min_rows - 1) * min(num_pairs, len(self.shard.experts))
-        if num_pairs > self._pair_capacity:
-            self._pair_capacity = capacity = max(num_pairs, 2 * self._pair_capacity)
-            self._pair_expert = np.zeros(capacity, np.int32)
-            self._pair_position = np.zeros(capacity, np.int32)
-            self._pair_reply_row = np.zeros(capacity, np.int32)
-            self._gather.pair_expert = self._pair_expert.ctypes.data
-            self._gather.pair_position = self._pair_position.ctypes.data
-            self._gather.pair_reply_row = self._pair_reply_row.ctypes.data
-            self._reply.pair_position = self._pair_position.ctypes.data
-            self._reply.pair_reply_row = self._pair_reply_row.ctypes.data
-            scales = capacity * self._min_rows * -(-self.hidden_size // FP8_BLOCK)
-            self._scales = torch.empty(scales, dtype=torch.float32)
-            self._gather.gathered_scales = self._scales.data_ptr()
-        if num_places * row_bytes > self._rows.numel():
-            self._rows = torch.zeros(2 * num_places * row_bytes, dtype=torch.uint8)
-            self._gather.gathered = self._rows.data_ptr()
+        places = capacity + (self._min_rows - 1) * min(capacity, len(self.shard.experts))
+        self._scales = torch.zeros(places * -(-self.hidden_size // FP8_BLOCK))
+        self._gather.gathered_scales = self._scales.data_ptr()
+        self._rows = torch.zeros(
+            places * self.hidden_size * self.dtype.itemsize, dtype=torch.uint8
+        )
+        self._gather.gathered = self._rows.data_ptr()
 
     def _finish(self, num_messages: int) -> list[ClientLink]:
         broken = []

@@ -118,6 +118,7 @@ class Client:
         token = load_token() if token is None else token
         self.hca = open_hca("soft")
         self.engines = hca_array(self.hca.pointer)
+        self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
         self._free = collections.deque(self._flights)
         self._queued: collections.deque[Chunk] = collections.deque()
@@ -316,8 +317,9 @@ class Client:
     def _fill(self, flight: Flight, chunk: Chunk, table: RoutingTable, slots: SlotShape) -> None:
         """Everything that changes from batch to batch in the kernels' arguments."""
         batch = chunk.handle.batch
-        ids, weights = batch.ids[chunk.begin : chunk.end], batch.weights[chunk.begin : chunk.end]
-        rows = batch.rows[chunk.begin : chunk.end]
+        ids, weights, rows = batch.ids, batch.weights, batch.rows
+        if chunk.end - chunk.begin != ids.shape[0]:
+            ids, weights, rows = (t[chunk.begin : chunk.end] for t in (ids, weights, rows))
         flight.prepare(table, ids.shape[1], slots)
         self._seq += 1
         shape = MessageShape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from .errors import (
     WaitTimeout,
 )
 from .hca.wqe import syndrome_name
+from .launch import last_error
 from .message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason
 
 if TYPE_CHECKING:
@@ -62,51 +64,59 @@ def lost_links(client: Client) -> list:
 def failed_servers(flight: Flight) -> list[int]:
     """Servers that this try cannot count on any more."""
     assert flight.table is not None
-    failed = set(flight.waiting)
     if flight.status.code:
-        failed = {flight.status.peer}
-    lost = [s for s in flight.waiting if flight.table.links[s].lost]
-    return lost or sorted(failed)
+        return [flight.status.peer]
+    silent = [s for s in flight.waiting if not flight.arrivals[s]]
+    return [s for s in silent if flight.table.links[s].lost] or silent
 
 
 def wait_replies(client: Client, flight: Flight) -> None:
     """Until every loaded server's flag holds the seq. Spins, then sleeps; drives the engine."""
     table = flight.table
     assert table is not None
-    seq, flags = flight.shape.seq, flight.flags
-    deadline = time.perf_counter_ns() + int(client.config.reply_timeout * 1e9)
-    spin_ns = int(client.config.spin_us * 1e3)
     start = time.perf_counter_ns()
-    while flight.waiting:
-        arrived = [s for s in flight.waiting if flags[s].value == seq]
-        now = time.perf_counter_ns()
-        for s in arrived:
-            flight.waiting.remove(s)
-            count_reply(client, flight, s, now)
-        if not flight.waiting:
+    timeout_ns = int(client.config.reply_timeout * 1e9)
+    flight.arrivals[:] = 0
+    while True:
+        left = max(0, start + timeout_ns - time.perf_counter_ns())
+        code = flight.wait(client.hca.pointer, client.spin_ns, left)
+        if code == 0:
             break
-        if arrived:
-            continue
-        for s in flight.waiting:
-            if table.links[s].lost:
-                raise ServerLostError(
-                    f"server {table.links[s].server_id} went away during layer "
-                    f"{flight.shape.layer}", table.links[s].server_id, flight.shape.layer,
-                )
-        if now >= deadline:
-            link = table.links[flight.waiting[0]]
-            seen = flags[flight.waiting[0]].value
-            raise WaitTimeout(
-                f"no reply from server {link.server_id} within {client.config.reply_timeout} s "
-                f"(stage combine, expected seq {seq}, seen {seen}); it may be overloaded: raise "
-                "reply_timeout, or add servers", "combine", link.server_id, seq, seen,
-            )
-        words = [flight.flag_addr(s) for s in flight.waiting]
-        seen_words = [flags[s].value for s in flight.waiting]
-        if seq in seen_words:
-            continue
-        client.hca.wait(words, seen_words, spin_ns=spin_ns, timeout_ns=deadline - now)
+        if code == -errno.EINTR:
+            raise_if_lost(flight)
+        elif code == -errno.ETIMEDOUT:
+            raise_timeout(client, flight)
+        else:
+            raise HcaError(f"waiting for replies failed: {last_error()}")
+    arrivals = flight.arrivals.tolist()
+    for s in flight.waiting:
+        count_reply(client, flight, s, arrivals[s])
+    flight.waiting = []
     client.times.add("wait", time.perf_counter_ns() - start)
+
+
+def raise_if_lost(flight: Flight) -> None:
+    """ServerLostError if a server that has not replied yet went away."""
+    assert flight.table is not None
+    for s in flight.waiting:
+        link = flight.table.links[s]
+        if link.lost and not flight.arrivals[s]:
+            raise ServerLostError(
+                f"server {link.server_id} went away during layer {flight.shape.layer}",
+                link.server_id, flight.shape.layer,
+            )
+
+
+def raise_timeout(client: Client, flight: Flight) -> None:
+    assert flight.table is not None
+    raise_if_lost(flight)
+    s = next(s for s in flight.waiting if not flight.arrivals[s])
+    link, seq, seen = flight.table.links[s], flight.shape.seq, flight.flags[s].value
+    raise WaitTimeout(
+        f"no reply from server {link.server_id} within {client.config.reply_timeout} s "
+        f"(stage combine, expected seq {seq}, seen {seen}); it may be overloaded: raise "
+        "reply_timeout, or add servers", "combine", link.server_id, seq, seen,
+    )
 
 
 def count_reply(client: Client, flight: Flight, s: int, now: int) -> None:

@@ -42,7 +42,6 @@ class ServerConfig:
     """How a server receives and computes. All times in seconds."""
 
     max_batch_rows: int = 1024  # rows of one batch, over all clients
-    linger: float = 0.0  # how long a batch waits for more clients once one is there
     batch_invariant: bool = True  # a row's result does not depend on what else is in the batch
     queue_depth: int = 1024
     spin_us: float = 50.0

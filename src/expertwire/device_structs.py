@@ -190,8 +190,9 @@ class ServerGatherArgs(ctypes.Structure):
         ("slots", c_uint64), ("messages", c_uint64), ("local_expert", c_uint64),
         ("pair_expert", c_uint64), ("expert_offsets", c_uint64), ("cursor", c_uint64),
         ("pair_position", c_uint64), ("pair_reply_row", c_uint64), ("gathered", c_uint64),
-        ("gathered_scales", c_uint64), ("expert_rows", c_uint64), ("num_messages", c_uint32), ("num_local", c_uint32),
-        ("num_experts", c_uint32), ("min_rows", c_uint32),
+        ("gathered_scales", c_uint64), ("expert_rows", c_uint64),
+        ("num_messages", c_uint64), ("layer", c_uint64), ("num_local", c_uint32),
+        ("num_experts", c_uint32), ("min_rows", c_uint32), ("reserved", c_uint32),
     )
 
 

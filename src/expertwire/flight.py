@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ._native import declare
 from .config import SIGNAL_MODES, ClientConfig
 from .device_structs import (
     ClientCombineArgs,
@@ -44,6 +45,11 @@ class Flight:
         self.num_skipped = ctypes.c_uint64()
         self.missing_expert = ctypes.c_int32()
         self.shape = MessageShape()
+        self.arrivals = np.zeros(1, np.uint64)  # when each reply was seen, CLOCK_MONOTONIC ns
+        self._wait = declare(
+            "ew_client_wait", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+            ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64,
+        )
 
     def prepare(self, table: RoutingTable, top_k: int, slots: SlotShape) -> None:
         """Makes the tables fit this routing table and top-k. Free when neither changed."""
@@ -81,6 +87,10 @@ class Flight:
             signal_mode=SIGNAL_MODES[self.config.signal_mode],
         )
         self.combine = ClientCombineArgs(servers=servers, tables=tables, status=status)
+        self.arrivals = np.zeros(max(num_servers, 1), np.uint64)
+        self._wait_args = (
+            servers, self.batch_size.ctypes.data, num_servers, self.arrivals.ctypes.data
+        )
         # Views of each reply flag: reading `.value` is all that a look at the flag costs.
         self.flags = [
             ctypes.c_uint64.from_address(self.flag_addr(s)) for s in range(num_servers)
@@ -90,6 +100,13 @@ class Flight:
             ("client_route", self.route), ("client_pack", self.pack), (put_kernel, self.put),
         ])
         self.launch_combine = Launch([("client_combine", self.combine)])
+
+    def wait(self, hca: int, spin_ns: int, timeout_ns: int) -> int:
+        """Waits for the replies that are not in yet (native ew_client_wait); its return code."""
+        servers, batch_size, num_servers, arrivals = self._wait_args
+        return self._wait(
+            hca, servers, batch_size, num_servers, self.shape.seq, arrivals, spin_ns, timeout_ns
+        )
 
     def _fill_server(self, entry: ClientServer, link: ServerLink, slots: SlotShape) -> None:
         end = link.endpoint

@@ -72,7 +72,7 @@ class Launch:
             step.args_bytes = ctypes.sizeof(args)
             step.grid_dim, step.block_dim, step.warp_size = grid, warps * size, size
         self._count = len(steps)
-        self._bare = ctypes.addressof(self._steps)
+        self.address = ctypes.addressof(self._steps)  # of the native ew_step array
         self._run = declare(
             "ew_launch", ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p,
             ctypes.c_uint32,
@@ -80,7 +80,7 @@ class Launch:
 
     def run(self, hcas: ctypes.Array | None = None) -> None:
         """Runs the steps on this thread. `hcas`: engines driven while every lane spins."""
-        code = self._run(self._bare, self._count, hcas, len(hcas) if hcas is not None else 0)
+        code = self._run(self.address, self._count, hcas, len(hcas) if hcas is not None else 0)
         if code != 0:
             raise ExpertwireError(f"launch failed: {last_error()}")
 

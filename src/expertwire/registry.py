@@ -2,76 +2,83 @@
 
 Membership only; no data passes through it. A server's connection is its lease: end-of-file ends
 membership at once, silence ends it after `lease_seconds`, and a server that is slow but sends
-heartbeats stays. Epochs only grow, also across a restart.
+heartbeats stays. The rules are in roster.py; this is the server that speaks them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
+import math
+import resource
 import secrets
-import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from . import control
-from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError
-from .placement import plan_experts
+from .credentials import printable
+from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
+from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry")
 
 MAX_CONNECTIONS = 4096
+SPARE_FDS = 64  # of the process' limit, for everything that is not a connection
+MAX_HANDSHAKES = 512  # connected but not authenticated yet
+# A connection that neither watches nor registers has this long for its next question.
+IDLE_SECONDS = 60.0
+# Changes that come together go out together.
+BROADCAST_SECONDS = 0.002
+# After a start, servers of a registry that ran here before need this long to come back: longer
+# than the longest pause between their attempts (membership.LONGEST_PAUSE).
+SETTLE_SECONDS = 5.0
 
 
-class Member:
-    """One server as the registry knows it."""
+class _Peer:
+    """One connection."""
 
-    def __init__(self, server_id: str, seat: int, epoch: int, facts: dict[str, Any]):
-        self.server_id = server_id
-        self.seat = seat
-        self.epoch_joined = epoch
-        self.facts = facts  # name, address, pid, model, experts
-        self.draining = False
-        self.stats: dict[str, Any] = {}
-        self.last_heard = time.monotonic()
-        self.reports = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "server_id": self.server_id, "seat": self.seat, "epoch_joined": self.epoch_joined,
-            "draining": self.draining, **self.facts,
-        }
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
+        self.since = time.monotonic()
+        self.authenticated = False
+        self.watching: str | None = None  # the client's name
+        self.member: Member | None = None
+        self.plan: Plan | None = None
 
 
 class Registry:
     """An asyncio server in a thread of its own (`start`) or in the foreground (`serve_forever`).
 
     listen: "HOST:PORT"; port 0 picks a free one, `address` tells which.
-    state_path: where the epoch is kept so that it grows across restarts; without it a restarted
-        registry starts its epoch from the wall clock in milliseconds, which grows too.
+    lease_seconds: silence after which a server is removed.
+    state_path: where epoch and next seat are kept over restarts; without it a restarted registry
+        starts its epoch from the wall clock in milliseconds, which grows too.
+    settle_seconds: how long after the start clients keep servers of an earlier registry.
     """
 
     def __init__(
         self, listen: str = "127.0.0.1:0", *, token: bytes | None = None,
         lease_seconds: float = 10.0, state_path: str | Path | None = None,
+        settle_seconds: float = SETTLE_SECONDS, max_connections: int | None = None,
+        handshake_seconds: float = control.HANDSHAKE_SECONDS,
     ):
         self._host, self._port = control.parse_address(listen)
+        if not (math.isfinite(lease_seconds) and lease_seconds > 0):
+            raise ConfigError(f"a lease of {lease_seconds} s; it must be more than 0")
         self._token = control.load_token() if token is None else token
         self.lease_seconds = lease_seconds
-        self._state_path = Path(state_path) if state_path else None
+        self.settle_seconds = settle_seconds
+        self.handshake_seconds = handshake_seconds
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FDS
+        self.max_connections = max_connections or max(1, min(MAX_CONNECTIONS, room))
+        self.instance = secrets.token_hex(8)  # tells a client that it talks to another registry
+        self.roster = Roster(Path(state_path) if state_path else None)
         self.address = ""
-        self.epoch = self._first_epoch()
-        self.members: dict[str, Member] = {}
-        self._seats: list[int] = []  # freed seats, oldest first
-        self._next_seat = 0
-        self._watchers: dict[asyncio.StreamWriter, str] = {}
-        self._planned: list[set[int]] = []
-        self.reports = 0
+        self._peers: dict[_Peer, None] = {}
+        self._broadcast_due = False
         self._started_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -79,21 +86,34 @@ class Registry:
         self._ready = threading.Event()
         self._error: BaseException | None = None
 
+    @property
+    def epoch(self) -> int:
+        return self.roster.epoch
+
+    @property
+    def members(self) -> dict[str, Member]:
+        return self.roster.members
+
     # ---------------------------------------------------------------- lifecycle
 
     def start(self) -> Registry:
         """Listens; returns when `address` is known. Raises ConfigError if the port is taken."""
         self._thread = threading.Thread(target=self._run, name="expertwire-registry", daemon=True)
         self._thread.start()
-        self._ready.wait(10)
+        if not self._ready.wait(10):
+            raise WaitTimeout("the registry did not start to listen within 10 s", "start")
         if self._error is not None:
             raise self._error
         return self
 
     def serve_forever(self) -> None:
         """Serves until `close` is called from a signal handler or another thread."""
-        assert self._thread is not None, "call start() first"
+        if self._thread is None:
+            self.start()
+        assert self._thread is not None
         self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Stops listening and drops all connections. Idempotent."""
@@ -130,32 +150,43 @@ class Registry:
         host, port = server.sockets[0].getsockname()[:2]
         self.address = control.format_address(host, port)
         self._ready.set()
-        expiry = asyncio.create_task(self._expire())
+        keeper = asyncio.create_task(self._keep_leases())
+        self._loop.call_later(self.settle_seconds, self._changed)  # "settling" has ended
         try:
             await self._stopping.wait()
         finally:
-            expiry.cancel()
+            keeper.cancel()
             server.close()
+            for peer in list(self._peers):
+                peer.writer.transport.abort()
             tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # aborted transports close their sockets in the next round
 
     # ---------------------------------------------------------------- connections
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        member: Member | None = None
+        peer = _Peer(writer)
         try:
-            sock = writer.get_extra_info("socket")
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            async with asyncio.timeout(control.HANDSHAKE_SECONDS):
+            control.set_tcp_options(writer.get_extra_info("socket"))
+            self._make_room()
+            self._peers[peer] = None
+            async with asyncio.timeout(self.handshake_seconds):
                 await self._authenticate(reader, writer)
+            peer.authenticated = True
             while True:
-                message = await _receive(reader)
-                reply, member = self._handle(message, member, writer)
+                lasting = peer.watching is not None or peer.member or peer.plan
+                async with asyncio.timeout(None if lasting else IDLE_SECONDS):
+                    message = await _receive(reader, control.MAX_FRAME_BYTES)
+                try:
+                    reply = self._handle(message, peer)
+                except ExpertwireError as err:
+                    reply = {"type": "error", "reason": str(err)}
                 if reply is not None:
                     await _send(writer, reply)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+        except (asyncio.IncompleteReadError, OSError, TimeoutError):
             pass
         except ExpertwireError as err:
             log.info("connection dropped: %s", err)
@@ -164,10 +195,22 @@ class Registry:
         except Exception:
             log.exception("a connection failed")
         finally:
-            self._watchers.pop(writer, None)
-            if member is not None and self.members.get(member.server_id) is member:
-                self._remove(member, "its connection ended")
+            self._peers.pop(peer, None)
+            self._forget(peer, "its connection ended")
             writer.close()
+
+    def _make_room(self) -> None:
+        """Raises ProtocolError if there are too many connections already."""
+        waiting = [p for p in self._peers if not p.authenticated]
+        full = len(self._peers) >= self.max_connections
+        if not full and len(waiting) < MAX_HANDSHAKES:
+            return
+        slow = control.SLOW_HANDSHAKE_SECONDS
+        if waiting and time.monotonic() - waiting[0].since > slow:
+            self._peers.pop(waiting[0])
+            waiting[0].writer.transport.abort()
+            return
+        raise ProtocolError(f"{len(self._peers)} connections, the limit")
 
     async def _authenticate(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -175,170 +218,153 @@ class Registry:
         mine = control.hello()
         accept_nonce = bytes.fromhex(mine["nonce"])
         await _send(writer, mine)
-        answer = await _receive(reader)
         try:
+            answer = await _receive(reader, control.HANDSHAKE_FRAME_BYTES)
             connect_nonce = control.check_hello(answer)
             control.check_proof(self._token, b"connect", accept_nonce, connect_nonce, answer)
-        except ExpertwireError as err:
-            reason = "wrong token" if isinstance(err, AuthError) else str(err)
-            await _send(writer, {"error": reason})
+        except (AuthError, ProtocolError) as err:
+            await _send(writer, control.refusal(err))
             raise
         done = control.proof(self._token, b"accept", accept_nonce, connect_nonce)
         await _send(writer, {"proof": done})
 
-    def _handle(
-        self, message: dict, member: Member | None, writer: asyncio.StreamWriter
-    ) -> tuple[dict | None, Member | None]:
-        """One message -> (reply, the connection's member)."""
-        kind = message.get("type")
-        if member is not None:
-            member.last_heard = time.monotonic()
-        if kind == "register":
-            try:
-                member = self._register(message)
-            except ExpertwireError as err:
-                return {"type": "error", "reason": str(err)}, member
-            return {"type": "registered", "server_id": member.server_id, "seat": member.seat,
-                    "epoch": self.epoch, "lease_seconds": self.lease_seconds}, member
-        if kind == "heartbeat":
-            if member is None or self.members.get(member.server_id) is not member:
-                return {"type": "error", "reason": "not a member any more"}, None
-            member.stats = message.get("stats") or {}
-            return {"type": "alive", "epoch": self.epoch}, member
-        if kind == "leave":
-            if member is not None and self.members.get(member.server_id) is member:
-                self._remove(member, "it left")
-            return {"type": "left"}, None
-        if kind == "watch":
-            self._watchers[writer] = str(message.get("client", ""))[:64]
-            return self._members_message(), member
-        if kind == "report":
-            self.reports += 1
-            reported = self.members.get(str(message.get("server_id")))
-            if reported is not None:
-                reported.reports += 1
-            return None, member
-        if kind == "drain":
-            target = self._find(str(message.get("server")))
-            if target is None:
-                return {"type": "error", "reason": f"no server {message.get('server')!r}"}, member
-            target.draining = True
+    # ---------------------------------------------------------------- messages
+
+    def _handle(self, message: dict, peer: _Peer) -> dict | None:
+        """The reply to one message. Raises ExpertwireError: the peer is told, and stays."""
+        now = time.monotonic()
+        if peer.member is not None:
+            peer.member.last_heard = now
+        handler = self._handlers.get(str(message.get("type")))
+        if handler is None:
+            raise ProtocolError(f"unknown message type {printable(message.get('type'), 40)!r}")
+        return handler(self, message, peer, now)
+
+    def _register(self, message: dict, peer: _Peer, now: float) -> dict:
+        if peer.member is not None:
+            raise ProtocolError("this connection has registered already")
+        peer.member = self.roster.register(message, now)
+        self._end_plan(peer)
+        self._changed()
+        return {"type": "registered", "server_id": peer.member.server_id, "epoch": self.epoch,
+                "seat": peer.member.seat, "lease_seconds": self.lease_seconds}
+
+    def _heartbeat(self, message: dict, peer: _Peer, now: float) -> dict:
+        member = peer.member
+        if member is None or self.members.get(member.server_id) is not member:
+            raise ProtocolError("not a member any more; register again")
+        member.stats = check_stats(message.get("stats"))
+        return {"type": "alive", "epoch": self.epoch, "draining": member.draining}
+
+    def _leave(self, message: dict, peer: _Peer, now: float) -> dict:
+        self._forget(peer, "it left")
+        return {"type": "left"}
+
+    def _watch(self, message: dict, peer: _Peer, now: float) -> dict:
+        peer.watching = printable(message.get("client") or "", 64)
+        if self.roster.saw_epoch(message.get("epoch")):
             self._changed()
-            return {"type": "draining", "server_id": target.server_id}, member
-        if kind == "plan":
-            held = [set(m.facts["experts"]) for m in self.members.values()] + self._planned
-            ids = plan_experts(
-                int(message["num_experts"]), held, message.get("num_servers"),
-            )
-            self._planned.append(set(ids))
-            return {"type": "planned", "experts": ids}, member
-        if kind == "status":
-            return self._status(), member
-        raise ProtocolError(f"unknown message type {kind!r}")
+        return self._members_message()
+
+    def _report(self, message: dict, peer: _Peer, now: float) -> None:
+        self.roster.report(str(message.get("server_id")), str(message.get("what", "")))
+
+    def _drain(self, message: dict, peer: _Peer, now: float) -> dict:
+        name = str(message.get("server_id"))
+        member = self.roster.drain(name)
+        if member is None:
+            raise ConfigError(f"no server {printable(name, 80)!r}; `expertwire status` lists them")
+        for other in self._peers:
+            if other.member is member:
+                other.writer.write(control.encode_frame({"type": "draining"}))
+        self._changed()
+        return {"type": "drained", "server_id": member.server_id, "epoch": self.epoch}
+
+    def _plan(self, message: dict, peer: _Peer, now: float) -> dict:
+        self._end_plan(peer)
+        peer.plan = self.roster.plan(message.get("model"), message.get("num_servers"), now)
+        return {"type": "planned", "experts": peer.plan.experts}
+
+    def _status(self, message: dict, peer: _Peer, now: float) -> dict:
+        servers = [
+            {**m.as_dict(), "stats": m.stats, "reports": m.reports, "last_report": m.last_report,
+             "silent_s": round(now - m.last_heard, 3)} for m in self.members.values()
+        ]
+        status = {
+            "type": "status", "epoch": self.epoch, "uptime_s": round(now - self._started_at, 3),
+            "lease_seconds": self.lease_seconds, "reports": self.roster.reports,
+            "clients": sorted(p.watching for p in self._peers if p.watching is not None),
+            "servers": servers,
+        }
+        try:
+            control.encode_frame(status)
+        except ProtocolError:  # too many statistics for one message
+            for server in servers:
+                server["stats"] = {}
+            status["stats_left_out"] = True
+        return status
+
+    _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
+        "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
+        "report": _report, "drain": _drain, "plan": _plan, "status": _status,
+    }
 
     # ---------------------------------------------------------------- membership
 
-    def _register(self, message: dict) -> Member:
-        facts = {key: message.get(key) for key in ("name", "address", "pid", "model", "experts")}
-        model, experts = facts["model"], facts["experts"]
-        if not isinstance(model, dict) or not isinstance(model.get("fingerprint"), str):
-            raise ProtocolError("register without a model")
-        if not isinstance(experts, list) or not all(isinstance(e, int) for e in experts):
-            raise ProtocolError("register without a list of experts")
-        for other in self.members.values():
-            if other.facts["model"]["fingerprint"] != model["fingerprint"]:
-                raise ConfigError(
-                    f"this registry serves {other.facts['model'].get('name')}, not "
-                    f"{model.get('name')}: start another registry for another model"
-                )
-        if len(self.members) >= MAX_CONNECTIONS:
-            raise ConfigError(f"the registry has {len(self.members)} servers, its limit")
-        experts = sorted(set(experts))
-        facts["experts"] = experts
-        if set(experts) in self._planned:
-            self._planned.remove(set(experts))
-        name = str(facts["name"] or "server")[:64]
-        server_id = name
-        while server_id in self.members:
-            server_id = f"{name}-{secrets.token_hex(2)}"
-        # Freed seats come back oldest first and only when many are free: late writes of an old
-        # holder find somebody else's keys as late as possible.
-        seat = self._seats.pop(0) if len(self._seats) > 64 else self._next_seat
-        if seat == self._next_seat:
-            self._next_seat += 1
-        member = Member(server_id, seat, self.epoch + 1, facts)
-        self.members[server_id] = member
-        log.info("server %s joined with %d experts", server_id, len(experts))
-        self._changed()
-        return member
+    def _forget(self, peer: _Peer, why: str) -> None:
+        member, peer.member = peer.member, None
+        self._end_plan(peer)
+        if member is not None and self.roster.remove(member, why):
+            self._changed()
 
-    def _remove(self, member: Member, why: str) -> None:
-        del self.members[member.server_id]
-        self._seats.append(member.seat)
-        log.info("server %s removed: %s", member.server_id, why)
-        self._changed()
-
-    def _find(self, name: str) -> Member | None:
-        if name in self.members:
-            return self.members[name]
-        found = [m for m in self.members.values() if str(m.seat) == name]
-        return found[0] if found else None
+    def _end_plan(self, peer: _Peer) -> None:
+        if peer.plan is not None:
+            self.roster.end_plan(peer.plan, time.monotonic())
+            peer.plan = None
 
     def _changed(self) -> None:
-        self.epoch += 1
-        self._save_epoch()
+        if not self._broadcast_due and self._loop is not None:
+            self._broadcast_due = True
+            self._loop.call_later(BROADCAST_SECONDS, self._broadcast)
+
+    def _broadcast(self) -> None:
+        self._broadcast_due = False
         frame = control.encode_frame(self._members_message())
-        for writer in list(self._watchers):
+        for peer in list(self._peers):
+            if peer.watching is None:
+                continue
             # A watcher that does not read must not hold the others: drop it, it will reconnect.
-            if writer.transport.get_write_buffer_size() > 4 * control.MAX_FRAME_BYTES:
-                writer.transport.abort()
+            if peer.writer.transport.get_write_buffer_size() > 4 * control.MAX_FRAME_BYTES:
+                peer.writer.transport.abort()
             else:
-                writer.write(frame)
+                peer.writer.write(frame)
 
     def _members_message(self) -> dict:
-        return {"type": "members", "epoch": self.epoch,
+        return {"type": "members", "epoch": self.epoch, "instance": self.instance,
+                "settling": time.monotonic() - self._started_at < self.settle_seconds,
                 "servers": [m.as_dict() for m in self.members.values()]}
 
-    def _status(self) -> dict:
-        now = time.monotonic()
-        return {
-            "type": "status", "epoch": self.epoch, "uptime_s": round(now - self._started_at, 3),
-            "clients": sorted(self._watchers.values()), "reports": self.reports,
-            "servers": [
-                {**m.as_dict(), "stats": m.stats, "reports": m.reports,
-                 "silent_s": round(now - m.last_heard, 3)} for m in self.members.values()
-            ],
-        }
-
-    async def _expire(self) -> None:
+    async def _keep_leases(self) -> None:
+        pause = self.lease_seconds / 8
         while True:
-            await asyncio.sleep(self.lease_seconds / 8)
+            slept_at = time.monotonic()
+            await asyncio.sleep(pause)
             now = time.monotonic()
-            for member in list(self.members.values()):
-                if now - member.last_heard > self.lease_seconds:
-                    self._remove(member, f"silent for {now - member.last_heard:.1f} s")
-
-    # ---------------------------------------------------------------- epoch
-
-    def _first_epoch(self) -> int:
-        epoch = time.time_ns() // 1_000_000
-        if self._state_path is not None and self._state_path.exists():
-            try:
-                epoch = max(epoch, int(json.loads(self._state_path.read_text())["epoch"]) + 1)
-            except (OSError, ValueError, KeyError, TypeError) as err:
-                raise ConfigError(f"{self._state_path} is not a registry state: {err}") from None
-        return epoch
-
-    def _save_epoch(self) -> None:
-        if self._state_path is None:
-            return
-        fresh = self._state_path.with_name(self._state_path.name + ".new")
-        fresh.write_text(json.dumps({"epoch": self.epoch}))
-        os.replace(fresh, self._state_path)
+            if now - slept_at > 3 * pause:
+                # This process was stopped or starved: heartbeats may lie unread. Nobody is silent
+                # because we did not listen.
+                for member in self.members.values():
+                    member.last_heard += now - slept_at
+                continue
+            for peer in list(self._peers):
+                member = peer.member
+                if member is not None and now - member.last_heard > self.lease_seconds:
+                    self._forget(peer, f"silent for {now - member.last_heard:.1f} s")
+                    peer.writer.transport.abort()
 
 
-async def _receive(reader: asyncio.StreamReader) -> dict:
-    length = control.frame_length(await reader.readexactly(4))
+async def _receive(reader: asyncio.StreamReader, limit: int) -> dict:
+    length = control.frame_length(await reader.readexactly(4), limit)
     return control.decode_body(await reader.readexactly(length))
 
 

@@ -22,7 +22,6 @@ from .config import ServerConfig
 from .control import Channel, listen_unix, load_token
 from .errors import ConfigError, ExpertwireError, WaitTimeout
 from .hca import open_hca
-from .launch import hca_array
 from .membership import Lease
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ class Server:
             torch.set_num_threads(self.config.num_threads)
         self.hca = open_hca("soft")
         self.batcher = Batcher(self.shard, self.model, self.config)
-        self._engines = hca_array(self.hca.pointer)
         self._listener = listen_unix(self._token)
         self.lease = Lease(
             self.registry_address, self._token,
@@ -229,15 +227,8 @@ class Server:
     def _serve_once(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
-        batcher = self.batcher
-        ready = self.hca.wait(
-            batcher.flag_addrs, batcher.seen(), spin_ns=int(self.config.spin_us * 1e3),
-            timeout_ns=int(self.config.idle_timeout * 1e9),
+        broken = self.batcher.serve(
+            self.hca, self.lease.epoch, self.lease.seat, int(self.config.idle_timeout * 1e9)
         )
-        if ready is None or self._inbox:
-            return
-        if self.config.linger > 0:
-            self._stop.wait(self.config.linger)
-        broken = batcher.serve(self.lease.epoch, self.lease.seat, self._engines)
         for link in broken:
             self._remove(link)

@@ -15,9 +15,11 @@ struct ServerGatherArgs {
   u64 pair_reply_row;  // out i32 [num_pairs]: row of the pair in a per-expert reply
   u64 gathered;        // out: rows of the message's data type
   u64 gathered_scales; // out: fp32 [rows][scales_per_row]
-  u64 expert_rows;     // u64 [num_local]: rows of this layer so far, added to (load statistics)
-  u32 num_messages, num_local, num_experts;
-  u32 min_rows;        // an expert with rows gets at least this many places, the rest unused
+  u64 expert_rows;     // u64 [num_layers][num_local]: rows so far, added to (load statistics)
+  u64 num_messages;    // const u32*, from polling
+  u64 layer;           // const u32*, from polling
+  u32 num_local, num_experts;
+  u32 min_rows, reserved;  // an expert with rows gets at least min_rows places, the rest unused
 };
 
 // Copies the pair's expert to private memory, -1 for none; the whole message is refused if an id is
@@ -39,17 +41,19 @@ EW_DEVICE void read_experts(const ServerGatherArgs& args, ServerMessage& message
 }
 
 EW_KERNEL(server_gather, ServerGatherArgs) {
+  const u32 num_messages = *at<const u32>(args.num_messages);
+  u64* expert_rows = at<u64>(args.expert_rows) + static_cast<u64>(*at<const u32>(args.layer)) * args.num_local;
   ServerMessage* messages = at<ServerMessage>(args.messages);
   u32* offsets = at<u32>(args.expert_offsets);
   u32* cursor = at<u32>(args.cursor);
   i32* pair_expert = at<i32>(args.pair_expert);
   i32* pair_position = at<i32>(args.pair_position);
   for (u32 e = thread_idx(); e < args.num_local; e += block_dim()) cursor[e] = 0;
-  for (u32 m = 0; m < args.num_messages; ++m)
+  for (u32 m = 0; m < num_messages; ++m)
     if (messages[m].reason == kReasonOk) read_experts(args, messages[m]);
   block_sync();
 
-  for (u32 m = 0; m < args.num_messages; ++m) {
+  for (u32 m = 0; m < num_messages; ++m) {
     if (messages[m].reason != kReasonOk) continue;
     const u32 num_pairs = messages[m].head.num_rows * messages[m].head.experts_per_row;
     for (u32 i = thread_idx(); i < num_pairs; i += block_dim()) {
@@ -62,14 +66,14 @@ EW_KERNEL(server_gather, ServerGatherArgs) {
     u32 sum = 0;
     for (u32 e = 0; e < args.num_local; ++e) {
       offsets[e] = sum;
-      at<u64>(args.expert_rows)[e] += cursor[e];
+      expert_rows[e] += cursor[e];
       if (cursor[e] > 0) sum += cursor[e] < args.min_rows ? args.min_rows : cursor[e];
       cursor[e] = offsets[e];
     }
     offsets[args.num_local] = sum;
   }
   block_sync();
-  for (u32 m = warp_id(); m < args.num_messages; m += num_warps()) {
+  for (u32 m = warp_id(); m < num_messages; m += num_warps()) {
     if (messages[m].reason != kReasonOk) continue;
     const u32 num_pairs = messages[m].head.num_rows * messages[m].head.experts_per_row;
     u32 reply_rows = 0;
@@ -90,7 +94,7 @@ EW_KERNEL(server_gather, ServerGatherArgs) {
   }
   block_sync();
 
-  for (u32 m = 0; m < args.num_messages; ++m) {
+  for (u32 m = 0; m < num_messages; ++m) {
     if (messages[m].reason != kReasonOk) continue;
     const BufferHead& head = messages[m].head;
     const ServerSlot& slot = at<const ServerSlot>(args.slots)[messages[m].slot];

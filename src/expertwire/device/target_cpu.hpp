@@ -127,16 +127,30 @@ EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
 template <typename RowAt>
 EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 num_elements, RowAt row_at) {
   if (lane_id() != 0) return;
+  u32 num_terms = 0;
+  const void* only = nullptr;
+  float only_weight = 1.0f;
+  for (u32 j = 0; j < num_rows; ++j) {
+    float weight = 1.0f;
+    if (const void* row = row_at(j, &weight)) ++num_terms, only = row, only_weight = weight;
+  }
+  if (num_terms == 1 && only_weight == 1.0f && dst_type == src_type) {
+    memcpy(dst, only, num_elements * (src_type == kFloat32 ? 4 : 2));
+    return;
+  }
   constexpr u64 kPiece = 1024;
   float sum[kPiece];
   for (u64 begin = 0; begin < num_elements; begin += kPiece) {
     const u64 count = num_elements - begin < kPiece ? num_elements - begin : kPiece;
-    memset(sum, 0, count * sizeof(float));
+    bool first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
       const void* row = row_at(j, &weight);
-      if (row) ew::row_add_scaled(sum, row, src_type, weight, begin, count);
+      if (!row) continue;
+      ew::row_add_scaled(sum, row, src_type, weight, begin, count, first);
+      first = false;
     }
+    if (first) memset(sum, 0, count * sizeof(float));
     ew::row_store(dst, dst_type, sum, begin, count);
   }
 }

@@ -152,16 +152,20 @@ EW_DEVICE void store_element(void* row, u32 type, u64 i, float v) {
 }
 
 // dst[i] = round(sum over j, in order, of weight * row_at(j, &weight)[i]); row_at may return null to
-// skip a term. Products and sums are single fp32 operations rounded to nearest, never contracted,
+// skip a term. The sum begins with its first term, so one row of weight 1 is copied bit by bit. Products and sums are single fp32 operations rounded to nearest, never contracted,
 // so CPU and GPU give the same bits.
 template <typename RowAt>
 EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 num_elements, RowAt row_at) {
   for (u64 i = lane_id(); i < num_elements; i += 32) {
     float sum = 0.0f;
+    bool first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
       const void* row = row_at(j, &weight);
-      if (row) sum = __fadd_rn(sum, __fmul_rn(weight, load_element(row, src_type, i)));
+      if (!row) continue;
+      const float term = __fmul_rn(weight, load_element(row, src_type, i));
+      sum = first ? term : __fadd_rn(sum, term);
+      first = false;
     }
     store_element(dst, dst_type, i, sum);
   }

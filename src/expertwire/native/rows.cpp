@@ -26,18 +26,28 @@ EW_INLINE uint16_t to_bfloat16(float v) {
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
+template <bool kFirst, typename Load>
+EW_INLINE void accumulate(float* __restrict sum, float weight, unsigned long long count, Load load) {
+  for (unsigned long long i = 0; i < count; ++i) sum[i] = kFirst ? weight * load(i) : sum[i] + weight * load(i);
+}
+template <bool kFirst>
 EW_INLINE void add_scaled(float* __restrict sum, const void* row, unsigned type, float weight,
                           unsigned long long begin, unsigned long long count) {
   if (type == kFloat32) {
     const float* x = static_cast<const float*>(row) + begin;
-    for (unsigned long long i = 0; i < count; ++i) sum[i] += weight * x[i];
+    accumulate<kFirst>(sum, weight, count, [=](unsigned long long i) { return x[i]; });
   } else if (type == kBFloat16) {
     const uint16_t* x = static_cast<const uint16_t*>(row) + begin;
-    for (unsigned long long i = 0; i < count; ++i) sum[i] += weight * from_bfloat16(x[i]);
+    accumulate<kFirst>(sum, weight, count, [=](unsigned long long i) { return from_bfloat16(x[i]); });
   } else {
     const _Float16* x = static_cast<const _Float16*>(row) + begin;
-    for (unsigned long long i = 0; i < count; ++i) sum[i] += weight * static_cast<float>(x[i]);
+    accumulate<kFirst>(sum, weight, count, [=](unsigned long long i) { return static_cast<float>(x[i]); });
   }
+}
+EW_INLINE void add_scaled_any(float* sum, const void* row, unsigned type, float weight, unsigned long long begin,
+                              unsigned long long count, bool first) {
+  first ? add_scaled<true>(sum, row, type, weight, begin, count)
+        : add_scaled<false>(sum, row, type, weight, begin, count);
 }
 EW_INLINE void store(void* row, unsigned type, const float* __restrict sum, unsigned long long begin,
                      unsigned long long count) {
@@ -54,8 +64,9 @@ EW_INLINE void store(void* row, unsigned type, const float* __restrict sum, unsi
 
 #if defined(__x86_64__)
 __attribute__((target("avx2,f16c"))) void add_scaled_avx2(float* sum, const void* row, unsigned type, float weight,
-                                                          unsigned long long begin, unsigned long long count) {
-  add_scaled(sum, row, type, weight, begin, count);
+                                                          unsigned long long begin, unsigned long long count,
+                                                          bool first) {
+  add_scaled_any(sum, row, type, weight, begin, count, first);
 }
 __attribute__((target("avx2,f16c"))) void store_avx2(void* row, unsigned type, const float* sum,
                                                      unsigned long long begin, unsigned long long count) {
@@ -70,11 +81,11 @@ bool has_avx2() {
 }  // namespace
 
 void row_add_scaled(float* sum, const void* row, unsigned type, float weight, unsigned long long begin,
-                    unsigned long long count) {
+                    unsigned long long count, bool first) {
 #if defined(__x86_64__)
-  if (has_avx2()) return add_scaled_avx2(sum, row, type, weight, begin, count);
+  if (has_avx2()) return add_scaled_avx2(sum, row, type, weight, begin, count, first);
 #endif
-  add_scaled(sum, row, type, weight, begin, count);
+  add_scaled_any(sum, row, type, weight, begin, count, first);
 }
 
 void row_store(void* row, unsigned type, const float* sum, unsigned long long begin, unsigned long long count) {
