@@ -12,6 +12,7 @@ import typer
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # its tracebacks may show local variables, the token too
     help="Serve the experts of a Mixture-of-Experts model as independent network services.",
 )
 
@@ -48,7 +49,8 @@ def demo(
     = None,
     seed: Annotated[int, typer.Option(help="random seed")] = 0,
     tokens: Annotated[int, typer.Option(help="tokens to generate")] = 96,
-    picture: Annotated[str, typer.Option(help="where to write the timeline")] = "expertwire-demo.svg",
+    picture: Annotated[str, typer.Option(help="where to write the timeline")]
+    = "expertwire-demo.svg",
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with the experts in other processes, and compare with the whole model."""
@@ -75,8 +77,9 @@ def registry(
     from .processes import follow_parent
     from .registry import Registry
 
-    server = Registry(listen, lease_seconds=lease, state_path=state).start()
+    server = Registry(listen, lease_seconds=lease, state_path=state)
     stop_on_signals(server.close)
+    server.start()
     follow_parent(server.close)
     print(f"registry listening on {server.address}", flush=True)
     wait_for(server.serve_forever)
@@ -183,10 +186,11 @@ def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     from .errors import ExpertwireError
 
+    stop_on_signals(lambda: None)
     try:
         app()
     except ExpertwireError as err:
-        print(f"expertwire: {err}", file=sys.stderr)
+        print("expertwire:", " ".join(str(err).split()), file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

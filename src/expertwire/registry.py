@@ -139,6 +139,7 @@ class Registry:
 
     async def _main(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._started_at = time.monotonic()
         try:
             server = await asyncio.start_server(self._serve, self._host, self._port, backlog=512)
         except OSError as err:
@@ -171,7 +172,7 @@ class Registry:
         peer = _Peer(writer)
         try:
             control.set_tcp_options(writer.get_extra_info("socket"))
-            self._make_room()
+            self._make_room(writer)
             self._peers[peer] = None
             async with asyncio.timeout(self.handshake_seconds):
                 await self._authenticate(reader, writer)
@@ -199,7 +200,7 @@ class Registry:
             self._forget(peer, "its connection ended")
             writer.close()
 
-    def _make_room(self) -> None:
+    def _make_room(self, writer: asyncio.StreamWriter) -> None:
         """Raises ProtocolError if there are too many connections already."""
         waiting = [p for p in self._peers if not p.authenticated]
         full = len(self._peers) >= self.max_connections
@@ -210,7 +211,9 @@ class Registry:
             self._peers.pop(waiting[0])
             waiting[0].writer.transport.abort()
             return
-        raise ProtocolError(f"{len(self._peers)} connections, the limit")
+        reason = f"the registry has {len(self._peers)} connections, its limit"
+        writer.write(control.encode_frame({"error": reason}))
+        raise ProtocolError(reason)
 
     async def _authenticate(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -354,7 +357,7 @@ class Registry:
                 # This process was stopped or starved: heartbeats may lie unread. Nobody is silent
                 # because we did not listen.
                 for member in self.members.values():
-                    member.last_heard += now - slept_at
+                    member.last_heard = min(now, member.last_heard + now - slept_at)
                 continue
             for peer in list(self._peers):
                 member = peer.member

@@ -161,7 +161,7 @@ class Roster:
 
     def _check_room(self, facts: dict, stale: list[Member]) -> None:
         others = [m.as_dict() for m in self.members.values() if m not in stale]
-        size = len(json.dumps([*others, facts], separators=(",", ":"))) + 512
+        size = len(json.dumps([*others, facts], separators=(",", ":"))) + 2048
         if size > MAX_FRAME_BYTES:
             raise ConfigError(
                 f"the registry is full: with {len(others)} servers the list of members has reached "
