@@ -36,6 +36,7 @@ FUSED = re.compile(
 )
 PART_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 LINEAR_NAMES = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
+WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLE_BYTES = 1 << 16  # of each file's data, at both ends, for the fingerprint
 
 
@@ -79,6 +80,11 @@ def read_config(path: str | Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(str(folder))
     except Exception as err:
         raise CheckpointError(f"{folder / 'config.json'}: {err}") from err
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(
+            f"{folder} is quantised (quantization_config in config.json), which is not supported: "
+            "expert weights must be float32, bfloat16 or float16"
+        )
     return config.get_text_config()
 
 
@@ -104,7 +110,9 @@ def weight_files(path: str | Path) -> list[Path]:
         return found
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as err:
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("file names must be strings")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as err:
         raise CheckpointError(f"{index} cannot be read: {err!r}") from err
     for name in names:
         if not (folder / name).is_file():
@@ -120,6 +128,42 @@ def open_weights(file: Path) -> Iterator[Any]:
             yield tensors
     except (SafetensorError, OSError) as err:
         raise CheckpointError(f"{file} is damaged: {err}; fetch the checkpoint again") from err
+
+
+class WeightReader(contextlib.ExitStack):
+    """Reads tensors of several files, each opened (and its header parsed) once.
+
+    What was read stays in the mapped pages until the reader is closed, so one reader serves one
+    layer: the memory a load needs on top of the weights it keeps is a layer's share, not all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[Path, Any] = {}
+
+    def read(self, place: TensorPlace, expert: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """One expert's tensor, from the map. Raises CheckpointError naming file and tensor."""
+        if place.file not in self._open:
+            self._open[place.file] = self.enter_context(open_weights(place.file))
+        tensors = self._open[place.file]
+        try:
+            if place.fused:
+                data = tensors.get_slice(place.name)[expert]
+            else:
+                data = tensors.get_tensor(place.name)
+        except (SafetensorError, OSError, IndexError) as err:
+            raise CheckpointError(f"{place.file}: tensor {place.name}: {err}") from err
+        if tuple(data.shape) != shape:
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} has shape {list(place.shape)}, expected "
+                f"{['experts', *shape] if place.fused else list(shape)}"
+            )
+        if data.dtype not in WEIGHT_TYPES:
+            raise CheckpointError(
+                f"{place.file}: tensor {place.name} is {data.dtype}: expert weights must be "
+                "float32, bfloat16 or float16"
+            )
+        return data
 
 
 def find_experts(path: str | Path) -> dict[int, dict[tuple[str, int], TensorPlace]]:
@@ -250,13 +294,14 @@ def load_experts(
     loaded = []
     for (_, module), layer in zip(modules, sorted(layers), strict=True):
         parts = {}
-        for name, parameter in module.named_parameters():
-            parts[name] = _load_parameter(
-                path, layer, name, parameter, wanted, layers[layer], target
-            )
-            done += parts[name].numel() * target.itemsize
-            if progress is not None:
-                progress(done, total)
+        with WeightReader() as reader:
+            for name, parameter in module.named_parameters():
+                parts[name] = _load_parameter(
+                    reader, path, layer, name, parameter, wanted, layers[layer], target
+                )
+                done += parts[name].numel() * target.itemsize
+                if progress is not None:
+                    progress(done, total)
         for name in parts:
             delattr(module, name)
         loaded.append(ExpertLayer(module, parts))
@@ -268,8 +313,8 @@ def _layer_elements(module: torch.nn.Module) -> int:
 
 
 def _load_parameter(
-    path: str | Path, layer: int, name: str, parameter: torch.nn.Parameter, wanted: list[int],
-    places: dict[tuple[str, int], TensorPlace], dtype: torch.dtype,
+    reader: WeightReader, path: str | Path, layer: int, name: str, parameter: torch.nn.Parameter,
+    wanted: list[int], places: dict[tuple[str, int], TensorPlace], dtype: torch.dtype,
 ) -> torch.Tensor:
     """One fused parameter, the wanted experts' rows of it: [len(wanted), ...]."""
     shape = tuple(parameter.shape[1:])
@@ -288,18 +333,5 @@ def _load_parameter(
                     f"{path}: layer {layer} has no {key[0]} of expert {expert}; the checkpoint is "
                     "incomplete"
                 )
-            target.copy_(_read(places[key], expert, tuple(target.shape)))
+            target.copy_(reader.read(places[key], expert, tuple(target.shape)))
     return out
-
-
-def _read(place: TensorPlace, expert: int, shape: tuple[int, ...]) -> torch.Tensor:
-    with open_weights(place.file) as tensors:
-        data = tensors.get_slice(place.name)[expert] if place.fused else tensors.get_tensor(
-            place.name
-        )
-    if tuple(data.shape) != shape:
-        raise CheckpointError(
-            f"{place.file}: tensor {place.name} has shape {list(data.shape)}, expected "
-            f"{list(shape)}"
-        )
-    return data

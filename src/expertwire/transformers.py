@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers.integrations.moe import ExpertsInterface
 
-from .checkpoint import expert_modules, pluggable, read_config
+from .checkpoint import expert_modules, open_weights, pluggable, read_config, weight_files
 from .errors import CheckpointError, ConfigError
 from .message import dtype_of
 
@@ -109,6 +110,9 @@ def load(
     if dtype is None:
         dtype = info["dtype"] if info else "auto"
     kind = dtype if dtype == "auto" or isinstance(dtype, torch.dtype) else dtype_of(dtype)
+    for file in weight_files(path):
+        with open_weights(file):
+            pass  # damage is reported with the file's name, before anything is built
     classes = {type(module) for _, module in expert_modules(config)}
     if progress is not None:
         progress(0, 1)
@@ -117,8 +121,8 @@ def load(
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=kind, experts_implementation=NAME, output_loading_info=True
             )
-        except (OSError, RuntimeError, ValueError) as err:
-            raise CheckpointError(f"{path} cannot be loaded: {err}") from err
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as err:
+            raise CheckpointError(f"{path} cannot be loaded: {err!r}") from err
     missing = [name for name in report["missing_keys"] if ".experts." not in name]
     if missing:
         raise CheckpointError(f"{path}: tensors are missing: {', '.join(sorted(missing)[:5])}")
