@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+
+# Before torch is loaded, and for child processes too: OpenMP threads that spin on cores which
+# other tests' servers need make everything many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
 
 TOKEN = b"test-token-0123456789abcdef"
 

@@ -48,8 +48,10 @@ PAD = "<|pad|>"  # id 257
 VOCAB_SIZE = NUM_BYTES + 2
 # Tests are a quarter of the library and repetitive; the rest are tables or other people's code.
 SKIPPED_FOLDERS = frozenset(
-    "__phello__ __pycache__ encodings ensurepip idle_test idlelib lib2to3 pydoc_data site-packages "
-    "test tests turtledemo".split()
+    (
+        "__phello__", "__pycache__", "encodings", "ensurepip", "idle_test", "idlelib", "lib2to3",
+        "pydoc_data", "site-packages", "test", "tests", "turtledemo",
+    )
 )
 HELD_OUT_EVERY = 20
 MAX_FOLDER_BYTES = 7_500_000
@@ -88,8 +90,8 @@ A byte-level Qwen3-MoE language model of Python source: {num_layers} layers, hid
 per byte), context {context} bytes. It is here so that experts can be served, moved, killed and
 measured without a download; it writes text that looks like Python and knows nothing.
 
-Trained by `tools/train_demo_model.py` (seed {seed}, {steps} steps, {seen:.1f} MB read, {minutes:.0f}
-minutes) on the standard library of Python {python}. Held-out files, weights as saved:
+Trained by `tools/train_demo_model.py` (seed {seed}, {steps} steps, {seen:.1f} MB read,
+{minutes:.0f} minutes) on the standard library of Python {python}. Held-out files, weights as saved:
 
 | measure | value |
 |---|---|

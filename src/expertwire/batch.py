@@ -36,9 +36,11 @@ log = logging.getLogger("expertwire.server")
 class Experts(Protocol):
     """What a server computes with: experts.ExpertShard, or echo.EchoShard."""
 
-    experts: Sequence[int]  # ids held here, ascending
     echo: bool
     min_rows: int  # batch-invariant mode: rows that each busy expert's group has at least
+
+    @property
+    def experts(self) -> Sequence[int]: ...  # ids held here, ascending
 
     def run(
         self, layer: int, rows: torch.Tensor, offsets: Sequence[int], batch_invariant: bool

@@ -17,8 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,11 +99,11 @@ class Client:
 
     def __init__(
         self, registry: str | Registry, *, token: bytes | None = None, name: str | None = None,
-        config: ClientConfig | None = None, **settings: object,
+        config: ClientConfig | None = None, **settings: Any,
     ):
         if config is not None and settings:
             raise ConfigError("give either config or single settings, not both")
-        self.config = config or ClientConfig(**settings)  # type: ignore[arg-type]
+        self.config = config or ClientConfig(**settings)
         self.name = name or f"client-{os.getpid()}-{secrets.token_hex(3)}"
         self.client_id = secrets.randbits(31) + 1
         self.lock = threading.RLock()
@@ -374,16 +373,9 @@ class Client:
 
     def _close_retired(self) -> None:
         """Closes connections of servers that left, once no batch in flight was routed by them."""
-        if not self.links.retired or self.in_flight:
+        if not self.links.retired or self.in_flight or self.links.shape is None:
             return
         for flight in self._flights:
-            flight.prepare(RoutingTable(0, 0, []), 1, self.links.shape)  # type: ignore[arg-type]
+            flight.prepare(RoutingTable(0, 0, []), 1, self.links.shape)
         while self.links.retired:
             self.links.retired.pop().close()
-
-
-def output_rows(output: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    return output[chunk.begin : chunk.end]
-
-
-__all__: Sequence[str] = ("Batch", "Chunk", "Client", "Handle", "output_rows")

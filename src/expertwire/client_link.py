@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from typing import Any
 
 from .config import ServerConfig
@@ -92,7 +94,7 @@ def admit(
     except (ExpertwireError, OSError) as err:
         refuse(channel, str(err))
         for fd in fds:
-            _close_fd(fd)
+            os.close(fd)
         if endpoint is not None:
             endpoint.close()
         channel.close()
@@ -103,19 +105,8 @@ def admit(
 
 def refuse(channel: Channel, reason: str) -> None:
     """Tells the peer why; it may be gone already."""
-    try:
+    with contextlib.suppress(ExpertwireError, OSError):
         channel.send({"type": "error", "reason": reason})
-    except (ExpertwireError, OSError):
-        pass
-
-
-def _close_fd(fd: int) -> None:
-    import os
-
-    try:
-        os.close(fd)
-    except OSError:
-        pass
 
 
 def check_request(request: dict, model: dict, config: ServerConfig) -> SlotShape:

@@ -49,7 +49,8 @@ def receive(client: Client, flight: Flight, chunk: Chunk) -> None:
         except (ServerLostError, WaitTimeout, HcaError) as err:
             if attempt + 1 == MAX_TRIES:
                 raise
-            failed = [flight.table.links[s] for s in failed_servers(flight)]  # type: ignore[union-attr]
+            assert flight.table is not None
+            failed = [flight.table.links[s] for s in failed_servers(flight)]
             for link in failed:
                 client.links.mark_lost(link, str(err))
             table = client.links.table.without([*failed, *lost_links(client)])

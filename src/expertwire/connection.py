@@ -30,7 +30,12 @@ from .device_structs import (
 from .errors import HandleError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
-from .memory import ACCESS_LOCAL_WRITE, ACCESS_REMOTE_ATOMIC, ACCESS_REMOTE_READ, ACCESS_REMOTE_WRITE
+from .memory import (
+    ACCESS_LOCAL_WRITE,
+    ACCESS_REMOTE_ATOMIC,
+    ACCESS_REMOTE_READ,
+    ACCESS_REMOTE_WRITE,
+)
 
 SCRATCH_BYTES = 64  # at the end of the send region: where atomics put the old value
 

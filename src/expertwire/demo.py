@@ -10,6 +10,7 @@ import os
 import secrets
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def split_experts(num_experts: int, num_servers: int) -> list[str]:
     if not 1 <= num_servers <= num_experts:
         raise ConfigError(f"--servers must be from 1 to {num_experts} for this model")
     edges = [num_experts * i // num_servers for i in range(num_servers + 1)]
-    return [f"{a}-{b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
+    return [f"{a}-{b - 1}" for a, b in pairwise(edges)]
 
 
 def run_demo(

@@ -13,7 +13,8 @@ SCOPE_GPU, SCOPE_SYSTEM = 0, 1
 
 # ibgda_device.cuh: Status, Stage
 STATUS_NAMES = {
-    1: "no free work-queue slot", 2: "error completion", 3: "timed out", 4: "address not registered",
+    1: "no free work-queue slot", 2: "error completion", 3: "timed out",
+    4: "address not registered",
     5: "too many loaded servers", 6: "bad reply", 7: "peer lost",
 }
 STAGE_NAMES = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import cast
 
 import torch
 
@@ -43,7 +45,8 @@ class ExpertLayer:
 
     def __init__(self, module: torch.nn.Module, parts: dict[str, torch.Tensor]):
         self._has_gate = getattr(module, "has_gate", True)
-        self._gate = module._apply_gate if self._has_gate else module.act_fn
+        gate = module._apply_gate if self._has_gate else module.act_fn
+        self._gate = cast(Callable[[torch.Tensor], torch.Tensor], gate)
         first = "gate_up_proj" if self._has_gate else "up_proj"
         # Views as [in, out]; most families store [out, in], a transposed one [in, out].
         turn = not getattr(module, "is_transposed", False)
@@ -129,7 +132,7 @@ class ExpertShard:
                 )
             pieces = -(-(end - begin) // MAX_ROWS) if batch_invariant else 1
             edges = [begin + (end - begin) * p // pieces for p in range(pieces + 1)]
-            groups += [(i, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+            groups += [(i, a, b) for a, b in pairwise(edges)]
         return self.layers[layer].forward_groups(groups, rows)
 
     def _find_min_rows(self) -> int:

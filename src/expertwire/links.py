@@ -6,6 +6,7 @@ attention side wait for a handshake. The hot path only reads `table`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -58,10 +59,8 @@ class Links:
 
     def wake(self, *_: object) -> None:
         """Looks at the membership soon (its change callback)."""
-        try:
+        with contextlib.suppress(OSError):  # closing
             self._wake_write.send(b"x")
-        except OSError:
-            pass  # closing
 
     def wait(self, ready: Callable[[RoutingTable], bool], timeout: float) -> RoutingTable:
         """The table once `ready` holds, or as it is when the time is over."""
@@ -108,11 +107,9 @@ class Links:
                     self._follow(selector, self.membership.snapshot())
 
     def _drain_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._wake_read.recv(4096):
                 pass
-        except BlockingIOError:
-            pass
 
     def _next_retry(self) -> float:
         now = time.monotonic()

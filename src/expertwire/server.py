@@ -44,11 +44,11 @@ class Server:
     def __init__(
         self, shard: Experts, model: dict[str, Any], registry: str | Registry, *,
         token: bytes | None = None, name: str | None = None, config: ServerConfig | None = None,
-        **settings: object,
+        **settings: Any,
     ):
         if config is not None and settings:
             raise ConfigError("give either config or single settings, not both")
-        self.config = config or ServerConfig(**settings)  # type: ignore[arg-type]
+        self.config = config or ServerConfig(**settings)
         self.shard = shard
         self.model = model
         self.name = name or f"server-{os.getpid()}"

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
+from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 
 from expertwire import Client
 from expertwire.errors import ConfigError, NoServerError
-from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 
 MODEL = model_facts(num_experts=7, hidden_size=20, top_k=3)
 SHARES = [[0, 1, 2], [3, 4], [5, 6]]
@@ -247,7 +247,7 @@ def test_expert_held_by_nobody():
     with cluster([[0, 1, 2], [3, 4]], MODEL, connect_timeout=0.4) as (client, _, _):
         hidden, ids, weights = batch(6, MODEL)
         ids[2, 1] = 6
-        with pytest.raises(NoServerError, match="expert .*6") as caught:
+        with pytest.raises(NoServerError, match=r"expert .*6") as caught:
             client.moe(1, hidden, ids, weights)
         assert 6 in caught.value.experts and caught.value.layer == 1
         ids %= 5

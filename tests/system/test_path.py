@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
+from tests.system.cluster import batch, cluster, expected, model_facts
 
 from expertwire.hca.soft import HOOK_STALL
 from expertwire.hca.wqe import Wqe
 from expertwire.message import RequestLayout
-from tests.system.cluster import batch, cluster, expected, model_facts
 
 MODEL = model_facts(num_experts=6, hidden_size=24, top_k=3)
 SHARES = [[0, 1], [2, 3], [4, 5]]
@@ -80,7 +80,7 @@ def test_direct_path_posts_no_wqe():
 
 
 def test_signal_by_masked_add():
-    with cluster(SHARES, MODEL, signal_mode="add") as (client, servers, _):
+    with cluster(SHARES, MODEL, signal_mode="add") as (client, _, _):
         for seed in range(6):
             hidden, ids, weights = batch(7, MODEL, seed=seed)
             out = client.moe(0, hidden, ids, weights)

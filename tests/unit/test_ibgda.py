@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.queue_pair import (
     ADD4,
     ADD8,
@@ -89,12 +88,15 @@ def test_chunks_stay_below_the_largest_message():
     size = 5 << 29
     qp = BareQp(16, [(1 << 40, (1 << 40) + size, 1)], [(1 << 41, (1 << 41) + size, 2)])
     qp.run([dict(op=PUT_ALWAYS_POST, remote_addr=1 << 41, local_addr=1 << 40, num_bytes=size)])
-    assert [int.from_bytes(qp.wqe(i)[32:36], "big") for i in range(3)] == [1 << 30, 1 << 30, 1 << 29]
+    counts = [int.from_bytes(qp.wqe(i)[32:36], "big") for i in range(3)]
+    assert counts == [1 << 30, 1 << 30, 1 << 29]
 
 
 def test_zero_bytes_make_no_wqe():
     qp = one_region()
-    (status,) = qp.run([dict(op=PUT_ALWAYS_POST, remote_addr=REMOTE, local_addr=LOCAL, num_bytes=0)])
+    (status,) = qp.run(
+        [dict(op=PUT_ALWAYS_POST, remote_addr=REMOTE, local_addr=LOCAL, num_bytes=0)]
+    )
     assert status.code == 0 and qp.state.resv_head == 0 and qp.rung == 0
 
 

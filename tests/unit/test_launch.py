@@ -28,12 +28,16 @@ def test_unknown_kernel_is_named():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ExpertwireError, match="takes .* bytes of arguments"):
+    with pytest.raises(ExpertwireError, match=r"takes .* bytes of arguments"):
         Launch([("client_route", IbgdaRunArgs())]).run()
 
 
-@pytest.mark.parametrize(("warps", "warp_size", "grid"), [(1, 33, 1), (0, 4, 1), (1, 4, 0), (128, 32, 1)])
+@pytest.mark.parametrize(
+    ("warps", "warp_size", "grid"), [(1, 33, 1), (0, 4, 1), (1, 4, 0), (128, 32, 1)]
+)
 def test_bad_geometry_is_refused(warps, warp_size, grid):
-    launch = Launch([("client_route", ClientRouteArgs())], warps=warps, warp_size=warp_size, grid=grid)
-    with pytest.raises(ExpertwireError, match="geometry|lanes"):
+    launch = Launch(
+        [("client_route", ClientRouteArgs())], warps=warps, warp_size=warp_size, grid=grid
+    )
+    with pytest.raises(ExpertwireError, match=r"geometry|lanes"):
         launch.run()

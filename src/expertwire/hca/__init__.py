@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from ..errors import ConfigError
 from .interface import Hca
 
@@ -12,7 +14,7 @@ _PLANNED = {
 }
 
 
-def open_hca(name: str, **options: object) -> Hca:
+def open_hca(name: str, **options: Any) -> Hca:
     """Opens an HCA by name: "soft". Never falls back from one to another.
 
     Raises ConfigError for a name that does not exist or that this release does not have yet.
@@ -21,7 +23,8 @@ def open_hca(name: str, **options: object) -> Hca:
     if kind == "soft":
         from .soft import SoftHca
 
-        return SoftHca(**options)  # type: ignore[arg-type]
+        return cast(Hca, SoftHca(**options))
     if kind in _PLANNED:
-        raise ConfigError(f"hca {name!r} ({_PLANNED[kind]}) is not part of this release; use 'soft'")
+        what = _PLANNED[kind]
+        raise ConfigError(f"hca {name!r} ({what}) is not part of this release; use 'soft'")
     raise ConfigError(f"no hca named {name!r}; use 'soft'")

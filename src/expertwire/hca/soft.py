@@ -304,7 +304,7 @@ class SoftHca:
         return c_uint64.from_address(addr).value
 
     def set_hook(self, hook) -> None:
-        """Calls hook(context, qpn, wqe_idx, wqe address, bytes) before every WQE: fault injection."""
+        """Calls hook(context, qpn, wqe_idx, wqe address, bytes) before every WQE."""
         self._hook = HOOK_TYPE(hook) if hook else HOOK_TYPE()
         self._call.set_hook(self.handle, self._hook, None)
 
