@@ -165,15 +165,15 @@ class Channel:
 
     def _fill(self, missing: int, deadline: float | None, timeout: float | None) -> None:
         fds: list[int] = []
+        flags = 0
         try:
             if self._is_unix and self.authenticated:
-                data, fds, flags, _ = socket.recv_fds(
-                    self._socket, 65536, MAX_FDS, socket.MSG_CMSG_CLOEXEC
-                )
+                # Not a byte beyond this frame: the kernel hands over the descriptors of later
+                # bytes with earlier ones, and they would be taken for this message's.
+                data, fds, flags = _receive_fds(self._socket, missing)
             else:
                 # Plain recv makes the kernel drop descriptors. During the handshake no byte
                 # beyond it is read, so that none of the first message's descriptors are lost.
-                flags = 0
                 data = self._socket.recv(65536 if self.authenticated else min(missing, 65536))
         except BlockingIOError:
             self._wait(select.POLLIN, deadline, "receive", timeout)
@@ -221,6 +221,19 @@ class Channel:
         self._socket.close()
         fds, self._fds = self._fds, []
         _close_all(fds)
+
+
+def _receive_fds(sock: socket.socket, num_bytes: int) -> tuple[bytes, list[int], int]:
+    """(data, descriptors, flags). socket.recv_fds ignores its flags argument, hence this."""
+    data, ancillary, flags, _ = sock.recvmsg(
+        num_bytes, socket.CMSG_SPACE(4 * MAX_FDS), socket.MSG_CMSG_CLOEXEC
+    )
+    fds: list[int] = []
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            count = len(content) // 4
+            fds += struct.unpack(f"{count}i", content[: 4 * count])
+    return data, fds, flags
 
 
 def _close_all(fds: list[int]) -> None:

@@ -67,13 +67,15 @@ def _read_token(file: Path) -> bytes:
     # O_NONBLOCK: a FIFO at this path must not hold the process. The mode is that of the file that
     # is read, not of whatever has the name a moment later.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as source:
+    try:
         mode = os.fstat(descriptor).st_mode & 0o777
         if mode & 0o077:
             raise AuthError(
                 f"{file} can be read by others (mode {mode:04o}); run: chmod 600 {file}"
             )
-        return _checked(source.read(MAX_TOKEN_BYTES + 1), str(file))
+        return _checked(os.read(descriptor, MAX_TOKEN_BYTES + 1), str(file))
+    finally:
+        os.close(descriptor)
 
 
 def _create_token(file: Path) -> None:
