@@ -8,7 +8,7 @@ import os
 # other tests' servers need make everything many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
+import pytest
 
 TOKEN = b"test-token-0123456789abcdef"
 
