@@ -11,7 +11,8 @@ In one run, in turns, so that noise of the machine hits all alike:
     memcpy  two memcpys of the same bytes in this process: what moving them costs at the very least
 
 Each turn makes a few trips with each competitor and drops the first, which wakes the other side.
-The numbers are medians in microseconds. Needs grpcio (`pip install '.[bench]'`).
+The numbers are medians in microseconds; the JSON has 10th percentiles too. Needs
+grpcio (`pip install '.[bench]'`).
 """
 
 from __future__ import annotations
@@ -225,6 +226,8 @@ def measure(trips: dict[str, Trip], gloo: GlooTrip, num_rows: int, seconds: floa
     result: dict[str, Any] = {
         f"{name}_us": round(statistics.median(values), 1) for name, values in times.items()
     }
+    for name, values in times.items():  # what a quiet machine would show more often
+        result[f"{name}_p10_us"] = round(statistics.quantiles(values, n=10)[0], 1)
     return {**result, "bytes": num_bytes, "trips": len(times["ours"])}
 
 

@@ -7,8 +7,9 @@ In one run, in turns: the whole model here ("local"), and its attention side her
 in server processes, with batch-invariant sums (one reply row per token and expert, fixed tiles)
 and without (one reply row per token). Both are measured unless one is asked for. A step is one
 decoded token; the prompt's step does not count. Medians over all steps. The stage table says where
-the median remote step's time goes: the client's stages over all MoE layers, the servers' own time
-in the experts (part of `wait`), and the rest, which is attention, router, head and sampling.
+the mean remote step's time goes: the client's stages over all MoE layers (`route` with the filling
+of the kernels' arguments), the servers' own time in the experts (part of `wait`), and the rest,
+which is attention, router, head and sampling.
 """
 
 from __future__ import annotations
