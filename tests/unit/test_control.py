@@ -15,6 +15,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.leftovers import nothing_left_behind
 
 from expertwire import control
 from expertwire.control import Channel, UnixListener, connect_tcp, connect_unix, load_token
@@ -25,18 +26,9 @@ OTHER_TOKEN = b"another-token-0123456789"
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """No thread and no descriptor outlives a test."""
-    threads, fds = set(threading.enumerate()), psutil.Process().num_fds()
-    yield
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:
-        left = set(threading.enumerate()) - threads
-        if not left and psutil.Process().num_fds() <= fds:
-            return
-        time.sleep(0.01)
-    left = set(threading.enumerate()) - threads
-    pytest.fail(f"left: threads {left}, {psutil.Process().num_fds() - fds} descriptors")
+def _clean():
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture
