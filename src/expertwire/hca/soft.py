@@ -17,7 +17,7 @@ from .interface import QpInfo
 from .wqe import OPCODE_NAMES
 
 CQ_COLLAPSED, CQ_OVERRUN_IGNORE = 1, 2
-STATE_RESET, STATE_INIT, STATE_RTR, STATE_RTS, STATE_SQE, STATE_ERR = 0, 1, 2, 3, 4, 6
+STATE_RESET, STATE_INIT, STATE_RTR, STATE_RTS, STATE_SQE, STATE_ERR = 0, 1, 2, 3, 5, 6
 
 HOOK_TYPE = ctypes.CFUNCTYPE(c_uint32, c_void_p, c_uint32, c_uint64, c_void_p, c_uint32)
 HOOK_STALL = 0xFFFFFFFF
@@ -60,7 +60,7 @@ def _calls() -> SimpleNamespace:
         window_publish=declare("ew_window_publish", c_int, p, u32, u32, u64, POINTER(u32)),
         window_revoke=declare("ew_window_revoke", c_int, p, u32, u64),
         window_destroy=declare("ew_window_destroy", None, p),
-        post_recv=declare("ew_window_post_recv", None, p, u32),
+        post_recv=declare("ew_window_post_recv", c_int, p, u32),
         poll_recv=declare("ew_window_poll_recv", c_int, p, p),
         peer_import=declare("ew_peer_import", c_int, p, c_int, c_int, p, u32, POINTER(p)),
         peer_map=declare("ew_peer_map", c_int, p, u32, u64, u64, POINTER(u64)),
@@ -108,8 +108,8 @@ class SoftWindow:
         _check(self._call.window_revoke(self._pointer, rkey, int(timeout * 1e9)), "revoking a key")
 
     def post_recv(self, count: int) -> None:
-        """Allows `count` more writes with immediate from the peer."""
-        self._call.post_recv(self._pointer, count)
+        """Allows `count` more writes with immediate from the peer, at most 64 open ones."""
+        _check(self._call.post_recv(self._pointer, count), "posting receives")
 
     def poll_recv(self) -> bytes | None:
         """The oldest receive completion, 64 bytes, or None."""

@@ -31,6 +31,7 @@ bool put_cqe(ew_qp* qp, const u8* body, u64 wqe_idx, u32 opcode) {
   __atomic_store_n(reinterpret_cast<u32*>(entry) + 15, __builtin_bswap32(tail), __ATOMIC_RELEASE);
   ++qp->num_cqe_written;
   ++qp->hca->stats.num_cqe;
+  qp->hca->completed = true;
   return true;
 }
 

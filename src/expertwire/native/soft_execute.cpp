@@ -36,7 +36,8 @@ void read_wqe(const ew_qp* qp, Wqe* wqe) {
   const u32 mask = qp->info.num_wqe - 1;
   const u8* first = ring + (qp->ci & mask) * 64;
   wqe->num_segments = first[7] & 0x3f;
-  const u64 num_blocks = std::max<u64>(1, wqe->num_blocks());
+  const u64 posted = qp->pi - qp->ci;  // nothing beyond the producer index is read
+  const u64 num_blocks = std::min(std::max<u64>(1, wqe->num_blocks()), posted);
   for (u64 b = 0; b < num_blocks; ++b)
     memcpy(wqe->bytes + 64 * b, ring + ((qp->ci + b) & mask) * 64, std::min<u64>(64, sizeof(wqe->bytes) - 64 * b));
   wqe->opcode = wqe->bytes[3];
@@ -105,6 +106,13 @@ bool store_word(const Data& data, u8* remote) {
   return false;
 }
 
+bool load_word(const Data& data, const u8* remote) {
+  if (data.count != 1 || data.num_bytes != 8 || reinterpret_cast<uintptr_t>(remote) % 8) return false;
+  const u64 v = __atomic_load_n(reinterpret_cast<const u64*>(remote), __ATOMIC_ACQUIRE);
+  memcpy(data.list[0].addr, &v, 8);
+  return true;
+}
+
 // Returns a syndrome; *finished says whether all bytes are moved.
 u32 execute_transfer(ew_qp* qp, Wqe* wqe, u64 max_bytes, u64* moved, bool* finished) {
   const bool is_read = wqe->opcode == kRead;
@@ -118,7 +126,7 @@ u32 execute_transfer(ew_qp* qp, Wqe* wqe, u64 max_bytes, u64* moved, bool* finis
   WindowKey* key = find_remote(qp->peer, load_be32(raddr + 8), addr, data.num_bytes,
                                is_read ? kRemoteRead : kRemoteWrite, &remote);
   if (!key) return kRemoteAccess;
-  if (is_read || !store_word(data, remote)) {
+  if (is_read ? !load_word(data, remote) : !store_word(data, remote)) {
     const u64 count = std::min(data.num_bytes - qp->progress, max_bytes);
     move_bytes(data, remote + qp->progress, qp->progress, count, !is_read);
     __atomic_thread_fence(__ATOMIC_RELEASE);  // before anything that a later WQE writes
@@ -127,8 +135,8 @@ u32 execute_transfer(ew_qp* qp, Wqe* wqe, u64 max_bytes, u64* moved, bool* finis
     *finished = qp->progress == data.num_bytes;
   } else {
     *moved = data.num_bytes;
-    qp->peer->touched = true;
   }
+  if (*finished && !is_read) qp->peer->touched = true;
   release_remote(key);
   return kSyndromeNone;
 }
@@ -196,11 +204,16 @@ u32 execute_atomic(ew_qp* qp, Wqe* wqe, u64* moved) {
   return kSyndromeNone;
 }
 
-// Receive side of WRITE_WITH_IMM: a responder CQE in the peer's window. False: no receive posted.
-bool deliver_immediate(ew_qp* qp, const Wqe& wqe, u64 num_bytes) {
+bool has_receive(const ew_qp* qp) {
+  const WindowPage* page = qp->peer->page;
+  const u32 head = __atomic_load_n(&page->recv_head, __ATOMIC_ACQUIRE);
+  return static_cast<int>(__atomic_load_n(&page->recv_posted, __ATOMIC_ACQUIRE) - head) > 0;
+}
+
+// Receive side of WRITE_WITH_IMM: a responder CQE in the peer's window.
+void deliver_immediate(ew_qp* qp, const Wqe& wqe, u64 num_bytes) {
   WindowPage* page = qp->peer->page;
   const u32 head = __atomic_load_n(&page->recv_head, __ATOMIC_ACQUIRE);
-  if (static_cast<int>(__atomic_load_n(&page->recv_posted, __ATOMIC_ACQUIRE) - head) <= 0) return false;
   u8* cqe = page->recv_cqe[head % kRecvEntries];
   memset(cqe, 0, 64);
   memcpy(cqe + 36, wqe.bytes + 12, 4);
@@ -209,12 +222,6 @@ bool deliver_immediate(ew_qp* qp, const Wqe& wqe, u64 num_bytes) {
   cqe[63] = 1 << 4;  // RESP_WR_IMM
   __atomic_store_n(&page->recv_head, head + 1, __ATOMIC_RELEASE);
   qp->peer->touched = true;
-  return true;
-}
-
-u64 data_bytes(ew_qp* qp, Wqe* wqe) {
-  Data data;
-  return read_data(qp, wqe, 2, 0, &data) == kSyndromeNone ? data.num_bytes : 0;
 }
 
 }  // namespace
@@ -237,9 +244,20 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
     syndrome = kLocalQpOperation;
   else if (qp->peer->lost)
     syndrome = kTransportRetryExceeded;
-  else if (qp->hca->hook)
+  else if (qp->hca->hook && qp->progress == 0)
     syndrome = qp->hca->hook(qp->hca->hook_context, qp->info.qpn, qp->ci, wqe.bytes, wqe.num_segments * 16);
   if (syndrome == kHookStall) return Step::kStalled;
+
+  // A write with immediate moves nothing before the peer has a receive for it.
+  if (syndrome == kSyndromeNone && wqe.opcode == kWriteImm && !has_receive(qp)) {
+    const u64 now = monotonic_ns();
+    if (qp->rnr_since_ns == 0) qp->rnr_since_ns = now;
+    if (now - qp->rnr_since_ns < kRnrTimeoutNs) return Step::kStalled;
+    syndrome = kRnrRetryExceeded;
+  }
+  // Only masked atomics have an opmod: a spilled index must not pass for one.
+  const bool masked = wqe.opcode == kMaskedCompareSwap || wqe.opcode == kMaskedFetchAdd;
+  if (syndrome == kSyndromeNone && wqe.opmod != 0 && !masked) syndrome = kLocalQpOperation;
 
   if (syndrome == kSyndromeNone) {
     switch (wqe.opcode) {
@@ -269,12 +287,7 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
   qp->hca->stats.bytes += *moved;
   if (syndrome == kSyndromeNone && !finished) return Step::kProgress;
   const u64 num_bytes = std::max(qp->progress, *moved);
-  if (syndrome == kSyndromeNone && wqe.opcode == kWriteImm && !deliver_immediate(qp, wqe, data_bytes(qp, &wqe))) {
-    const u64 now = monotonic_ns();
-    if (qp->rnr_since_ns == 0) qp->rnr_since_ns = now;
-    if (now - qp->rnr_since_ns < kRnrTimeoutNs) return Step::kStalled;
-    syndrome = kRnrRetryExceeded;
-  }
+  if (syndrome == kSyndromeNone && wqe.opcode == kWriteImm) deliver_immediate(qp, wqe, num_bytes);
   qp->rnr_since_ns = 0;
   qp->progress = 0;
   ++qp->hca->stats.num_wqe[wqe.opcode & 63];

@@ -31,38 +31,45 @@ Ahead widen(const ew_qp* qp, u32 index16, u64* next) {
   return 0x10000 - ahead <= qp->info.num_wqe ? Ahead::kNo : Ahead::kTooFar;
 }
 
+// Notes a source's value; true if it changed since the last look. A value that did not change says
+// nothing: an old doorbell stays in its register for ever, and its 16 bits come round again.
+template <typename T>
+bool changed(T* last, T value) {
+  if (*last == value) return false;
+  *last = value;
+  return true;
+}
+
 // New producer index: the furthest ahead of what doorbell record, registers and proxy word say.
 // Opcode, opmod and length bytes of the register are ignored (mlx5 clients differ in them).
 void look_at_doorbells(ew_qp* qp) {
   u32 candidates[4];
   u32 count = 0;
-  const auto* dbrec = reinterpret_cast<const u32*>(qp->info.dbrec_addr);
-  candidates[count++] = __builtin_bswap32(__atomic_load_n(dbrec + 1, __ATOMIC_ACQUIRE)) & 0xffff;
-  for (u32 offset : {kBlueFlame, kBlueFlameAlternate}) {
+  const u32 record = __atomic_load_n(reinterpret_cast<const u32*>(qp->info.dbrec_addr) + 1, __ATOMIC_ACQUIRE);
+  if (changed(&qp->last_record, record)) candidates[count++] = __builtin_bswap32(record) & 0xffff;
+  for (u32 i = 0; i < 2; ++i) {
+    const u64 offset = i == 0 ? kBlueFlame : kBlueFlameAlternate;
     const u64 v = __atomic_load_n(reinterpret_cast<const u64*>(qp->info.uar_addr + offset), __ATOMIC_ACQUIRE);
+    if (!changed(&qp->last_register[i], v)) continue;
     if (__builtin_bswap32(static_cast<u32>(v >> 32)) >> 8 != qp->info.qpn) continue;
     candidates[count++] = (__builtin_bswap32(static_cast<u32>(v)) >> 8) & 0xffff;
   }
   const u64 proxy = __atomic_load_n(reinterpret_cast<const u64*>(qp->info.proxy_addr), __ATOMIC_ACQUIRE);
-  if (proxy) candidates[count++] = proxy & 0xffff;
+  if (changed(&qp->last_proxy, proxy)) candidates[count++] = proxy & 0xffff;
   u64 furthest = qp->pi;
+  bool too_far = false;
   for (u32 i = 0; i < count; ++i) {
     u64 next = 0;
     const Ahead ahead = widen(qp, candidates[i], &next);
-    if (ahead == Ahead::kTooFar) {
-      fail_qp(qp, qp->ci, 0, kLocalQpOperation);
-      qp->pi = qp->ci + ((candidates[i] - static_cast<u32>(qp->ci)) & 0xffff);
-      qp->ci = qp->pi;
-      return;
-    }
+    if (ahead == Ahead::kTooFar) too_far = true;
     if (ahead == Ahead::kYes) furthest = std::max(furthest, next);
   }
-  // More than a ring of unexecuted WQEs: some of them were overwritten.
-  if (furthest - qp->ci > qp->info.num_wqe) {
-    fail_qp(qp, qp->ci, 0, kLocalQpOperation);
+  if (furthest != qp->pi) ++qp->hca->stats.num_doorbells;
+  // More than a ring of unexecuted WQEs: some of them were overwritten, nothing can be trusted.
+  if (too_far || furthest - qp->ci > qp->info.num_wqe) {
+    if (qp->state != kErr) fail_qp(qp, qp->ci, 0, kLocalQpOperation);
     qp->ci = furthest;
   }
-  if (furthest != qp->pi) ++qp->hca->stats.num_doorbells;
   qp->pi = furthest;
 }
 
@@ -124,6 +131,10 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
     }
   }
   if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
+  if (hca->completed) {
+    hca->completed = false;
+    wake_self(hca);
+  }
   return static_cast<int>(done == 0 && stalled ? 0 : done);
 }
 
@@ -192,6 +203,7 @@ EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
   if (state == kReset) {
     qp->pi = qp->ci = qp->num_cqe_written = qp->progress = 0;
     qp->first_syndrome = 0, qp->first_error_idx = 0, qp->cq_error = false;
+    qp->last_record = 0, qp->last_register[0] = qp->last_register[1] = 0, qp->last_proxy = 0;
     memset(reinterpret_cast<void*>(qp->info.cq_addr), 0xff, qp->info.num_cqe * 64ull);
     memset(reinterpret_cast<void*>(qp->info.dbrec_addr), 0, 8);
     for (u32 offset : {kBlueFlame, kBlueFlameAlternate}) memset(reinterpret_cast<void*>(qp->info.uar_addr + offset), 0, 8);

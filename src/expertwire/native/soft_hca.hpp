@@ -35,7 +35,7 @@ enum Syndrome : u32 {
 // ibv_access_flags.
 enum Access : u32 { kLocalWrite = 1, kRemoteWrite = 2, kRemoteRead = 4, kRemoteAtomic = 8 };
 
-enum QpState : u32 { kReset = 0, kInit = 1, kRtr = 2, kRts = 3, kSqe = 4, kErr = 6 };
+enum QpState : u32 { kReset = 0, kInit = 1, kRtr = 2, kRts = 3, kSqe = 5, kErr = 6 };
 
 constexpr u32 kWindowMagic = 0x4e495745;  // "EWIN"
 constexpr u32 kWindowVersion = 1;
@@ -72,6 +72,7 @@ struct ew_window {
   WindowPage* page;
   int fd;
   u32 recv_tail;
+  u32 lkeys[kMaxWindowKeys];  // the registration behind each entry
 };
 
 struct Mapping {
@@ -111,6 +112,8 @@ struct ew_qp {
   ew_peer* peer;
   u32 remote_qpn, pd, state;
   u64 pi, ci;             // producer and consumer index, 64-bit
+  u32 last_record;        // what each doorbell source said last: only a change is news
+  u64 last_register[2], last_proxy;
   u64 num_cqe_written;
   u64 progress;           // bytes of WQE ci that are moved already
   u64 rnr_since_ns;
@@ -140,6 +143,8 @@ struct ew_hca {
   u32 next_pd = 1, next_qpn;
   int wake_fd = -1;
   std::atomic<u32> interrupted{0};
+  std::atomic<u32> sleeping{0};  // a thread of ours waits on wake_fd, perhaps for a completion
+  bool completed = false;        // CQEs were written since the last look
   ew_hca_stats stats = {};
   ew_hca_hook hook = nullptr;
   void* hook_context = nullptr;
@@ -166,11 +171,14 @@ bool find_local(ew_hca* hca, u32 pd, u32 lkey, u64 addr, u64 num_bytes, u32 acce
 // Pins the region (in_use) until release_remote; null if the peer does not allow the access.
 WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 access, u8** out);
 void release_remote(WindowKey* key);
+void revoke_entry(WindowKey* key);
+bool wait_unused(const WindowKey* key, u64 timeout_ns);
 
 // soft_wait.cpp
 void start_thread(ew_hca* hca);
 void stop_thread(ew_hca* hca);
 void wake_peer(ew_peer* peer);
+void wake_self(ew_hca* hca);
 u64 monotonic_ns();
 
 inline u32 load_be32(const u8* p) {

@@ -39,6 +39,8 @@ int map_shared(int fd, u64 at_least, Mapping* out, const char* what) {
   return 0;
 }
 
+constexpr u64 kRevokeTimeoutNs = 200'000'000;
+
 bool inside(u64 addr, u64 num_bytes, u64 base, u64 length) {
   return addr >= base && num_bytes <= length && addr - base <= length - num_bytes;
 }
@@ -62,9 +64,18 @@ EW_API int ew_hca_register(ew_hca* hca, u32 pd, u64 addr, u64 num_bytes, u32 acc
 }
 
 EW_API int ew_hca_revoke(ew_hca* hca, u32 key) {
-  // The engine works in pieces under this lock, so nothing uses the key once it is held.
+  // Our engine works in pieces under this lock, so nothing local uses the key once it is held; peers
+  // lose what was published from it.
   std::lock_guard guard(hca->lock);
-  return hca->mkeys.erase(key) ? 0 : ew_fail(-ENOENT, "key %#x is not registered", key);
+  if (!hca->mkeys.erase(key)) return ew_fail(-ENOENT, "key %#x is not registered", key);
+  bool unused = true;
+  for (ew_window* window : hca->windows)
+    for (u32 i = 0; i < window->page->num_keys; ++i)
+      if (window->lkeys[i] == key && window->page->keys[i].valid) {
+        revoke_entry(&window->page->keys[i]);
+        unused &= wait_unused(&window->page->keys[i], kRevokeTimeoutNs);
+      }
+  return unused ? 0 : ew_fail(-ETIMEDOUT, "a peer stopped in the middle of a write; do not reuse the memory");
 }
 
 bool find_local(ew_hca* hca, u32 pd, u32 lkey, u64 addr, u64 num_bytes, u32 access, u8** out) {
@@ -89,7 +100,7 @@ EW_API int ew_window_create(ew_hca* hca, ew_window** out) {
     close(fd);
     return error;
   }
-  auto* window = new ew_window{hca, reinterpret_cast<WindowPage*>(map.addr), fd, 0};
+  auto* window = new ew_window{hca, reinterpret_cast<WindowPage*>(map.addr), fd, 0, {}};
   window->page->version = kWindowVersion;
   __atomic_store_n(&window->page->magic, kWindowMagic, __ATOMIC_RELEASE);
   std::lock_guard guard(hca->lock);
@@ -115,6 +126,7 @@ EW_API int ew_window_publish(ew_window* window, u32 key, u32 fd_idx, u64 fd_offs
     slot = &page->keys[page->num_keys];
     __atomic_store_n(&page->num_keys, page->num_keys + 1, __ATOMIC_RELEASE);
   }
+  window->lkeys[slot - page->keys] = key;
   slot->key = *rkey = random_key();
   slot->access = found->second.access;
   slot->base = found->second.addr, slot->length = found->second.length;
@@ -130,13 +142,8 @@ EW_API int ew_window_revoke(ew_window* window, u32 rkey, u64 timeout_ns) {
   for (u32 i = 0; i < page->num_keys; ++i) {
     WindowKey* key = &page->keys[i];
     if (key->key != rkey || !key->valid) continue;
-    __atomic_store_n(&key->valid, 0u, __ATOMIC_SEQ_CST);
-    const u64 deadline = monotonic_ns() + timeout_ns;
-    while (__atomic_load_n(&key->in_use, __ATOMIC_SEQ_CST) != 0) {
-      if (monotonic_ns() > deadline) return ew_fail(-ETIMEDOUT, "key %#x is still in use by the peer", rkey);
-      std::this_thread::yield();
-    }
-    return 0;
+    revoke_entry(key);
+    return wait_unused(key, timeout_ns) ? 0 : ew_fail(-ETIMEDOUT, "key %#x is still in use by the peer", rkey);
   }
   return ew_fail(-ENOENT, "key %#x is not in this window", rkey);
 }
@@ -147,14 +154,20 @@ EW_API void ew_window_destroy(ew_window* window) {
     auto& all = window->hca->windows;
     all.erase(std::remove(all.begin(), all.end(), window), all.end());
   }
-  for (u32 i = 0; i < window->page->num_keys; ++i) __atomic_store_n(&window->page->keys[i].valid, 0u, __ATOMIC_SEQ_CST);
+  for (u32 i = 0; i < window->page->num_keys; ++i) revoke_entry(&window->page->keys[i]);
+  for (u32 i = 0; i < window->page->num_keys; ++i) wait_unused(&window->page->keys[i], kRevokeTimeoutNs);
   munmap(window->page, sizeof(WindowPage));
   close(window->fd);
   delete window;
 }
 
-EW_API void ew_window_post_recv(ew_window* window, u32 count) {
-  __atomic_fetch_add(&window->page->recv_posted, count, __ATOMIC_SEQ_CST);
+// Posts receives for writes with immediate; at most kRecvEntries may be open.
+EW_API int ew_window_post_recv(ew_window* window, u32 count) {
+  const u32 posted = __atomic_load_n(&window->page->recv_posted, __ATOMIC_RELAXED);
+  if (count > kRecvEntries || posted + count - window->recv_tail > kRecvEntries)
+    return ew_fail(-ENOSPC, "a window holds at most %u open receives", kRecvEntries);
+  __atomic_store_n(&window->page->recv_posted, posted + count, __ATOMIC_SEQ_CST);
+  return 0;
 }
 
 // Takes the oldest receive completion (64 bytes, RDMA WRITE with immediate). 1: taken, 0: none.
@@ -174,7 +187,7 @@ EW_API int ew_peer_import(ew_hca* hca, int window_fd, int wake_fd, const int* re
     munmap(window.addr, window.num_bytes);
     return ew_fail(-EPROTO, "the peer's window is not of version %u (found %u)", kWindowVersion, version);
   }
-  auto* peer = new ew_peer{hca, page, {}, dup(wake_fd), false, false, 0};
+  auto* peer = new ew_peer{hca, page, {}, fcntl(wake_fd, F_DUPFD_CLOEXEC, 0), false, false, 0};
   for (u32 i = 0; i < num_fds; ++i) {
     Mapping region;
     if (int error = map_shared(region_fds[i], 1, &region, "the peer's memory")) {
@@ -215,9 +228,22 @@ WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 acc
   if (!key) return nullptr;
   // in_use first, then valid again: the owner does it the other way round, so one of us sees the other.
   __atomic_fetch_add(&key->in_use, 1u, __ATOMIC_SEQ_CST);
-  if (__atomic_load_n(&key->valid, __ATOMIC_SEQ_CST) == 1) return key;
+  // The key once more, too: the entry may have been revoked and given to another region meanwhile.
+  if (__atomic_load_n(&key->valid, __ATOMIC_SEQ_CST) == 1 && __atomic_load_n(&key->key, __ATOMIC_SEQ_CST) == rkey)
+    return key;
   release_remote(key);
   return nullptr;
+}
+
+void revoke_entry(WindowKey* key) { __atomic_store_n(&key->valid, 0u, __ATOMIC_SEQ_CST); }
+
+bool wait_unused(const WindowKey* key, u64 timeout_ns) {
+  const u64 deadline = monotonic_ns() + timeout_ns;
+  while (__atomic_load_n(&key->in_use, __ATOMIC_SEQ_CST) != 0) {
+    if (monotonic_ns() > deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
 }
 
 void release_remote(WindowKey* key) { __atomic_fetch_sub(&key->in_use, 1u, __ATOMIC_SEQ_CST); }

@@ -65,6 +65,7 @@ int first_changed(const u64* const* words, const u64* seen, u32 num_words) {
 }
 
 void set_sleeping(ew_hca* hca, u32 value) {
+  hca->sleeping.store(value, std::memory_order_seq_cst);
   std::lock_guard guard(hca->lock);
   for (ew_window* window : hca->windows) __atomic_store_n(&window->page->sleeping, value, __ATOMIC_SEQ_CST);
 }
@@ -96,6 +97,13 @@ void wake_peer(ew_peer* peer) {
   const u64 one = 1;
   ++peer->hca->stats.num_wakes;
   if (write(peer->wake_fd, &one, sizeof(one)) < 0) return;  // counter full: it is awake anyway
+}
+
+// A thread of our own may sleep until a completion.
+void wake_self(ew_hca* hca) {
+  if (hca->sleeping.exchange(0, std::memory_order_seq_cst) == 0) return;
+  const u64 one = 1;
+  if (write(hca->wake_fd, &one, sizeof(one)) < 0) return;
 }
 
 // New work for the engine thread.
