@@ -1,4 +1,4 @@
-"""`expertwire registry` and `expertwire status` as a user runs them: in processes of their own."""
+"""`expertwire registry` and `expertwire status` as a user runs them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
+from expertwire.cli import main
 from expertwire.control import load_token
 from expertwire.membership import Lease, ask
 from expertwire.registry import Registry
@@ -30,14 +32,33 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "expertwire", *arguments]
 
 
-def run(*arguments: str, timeout: float = START_SECONDS, **env: str):
-    return subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "COLUMNS": "100", **env},
-    )
+@dataclass
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a command as the console script does, in this process: a start costs a second or two
+    on a loaded machine, and only signals, terminals and imports need a process of their own."""
+
+    def call(*arguments: str, **env: str) -> Result:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["expertwire", *arguments])
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        capsys.readouterr()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return Result(ended.value.code or 0, *capsys.readouterr())
+
+    return call
 
 
 @contextlib.contextmanager
@@ -139,14 +160,14 @@ def test_state_file_keeps_epochs_growing_over_restarts(tmp_path, token):
 # ------------------------------------------------------------------------ errors
 
 
-def test_taken_port(registry):
+def test_taken_port(run, registry):
     result = run("registry", "--listen", registry.address)
     assert result.returncode == 1 and result.stdout == ""
     message = one_line(result.stderr)
     assert registry.address in message and "--listen" in message
 
 
-def test_nobody_there():
+def test_nobody_there(run):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     result = run("status", "--registry", address)
@@ -168,25 +189,26 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
-def test_bad_values_are_one_line_and_code_1(arguments):
+def test_bad_values_are_one_line_and_code_1(run, arguments):
     result = run(*arguments)
     assert result.returncode == 1 and result.stdout == ""
     one_line(result.stderr)
 
 
-def test_wrong_token_and_no_token(registry, tmp_path):
+def test_wrong_token_and_no_token(run, registry, tmp_path, monkeypatch):
     wrong = "another-token-0123456789"
     result = run("status", "--registry", registry.address, EXPERTWIRE_TOKEN=wrong)
     assert result.returncode == 1
     message = one_line(result.stderr)
     assert "EXPERTWIRE_TOKEN" in message and wrong not in message
+    monkeypatch.delenv("EXPERTWIRE_TOKEN")
     file = tmp_path / "folder" / "token"
     result = run("status", "--registry", registry.address, EXPERTWIRE_TOKEN_FILE=str(file))
     assert result.returncode == 1 and str(file) in one_line(result.stderr)
     assert not file.exists(), "a token made by a question is never the registry's"
 
 
-def test_unknown_options_are_usage_errors():
+def test_unknown_options_are_usage_errors(run):
     assert run("status", "--nonsense").returncode == 2
     assert run("nonsense").returncode == 2
 
@@ -194,7 +216,7 @@ def test_unknown_options_are_usage_errors():
 # ------------------------------------------------------------------------ status
 
 
-def test_plain_lines_without_a_terminal(registry, lease):
+def test_plain_lines_without_a_terminal(run, registry, lease):
     result = run("status", "--registry", registry.address)
     assert (result.returncode, result.stderr) == (0, "")
     title, head, row = result.stdout.splitlines()
@@ -204,7 +226,7 @@ def test_plain_lines_without_a_terminal(registry, lease):
     assert result.stdout.isascii()
 
 
-def test_json_is_one_object_and_nothing_else(registry, lease):
+def test_json_is_one_object_and_nothing_else(run, registry, lease):
     result = run("status", "--registry", registry.address, "--json")
     assert (result.returncode, result.stderr) == (0, "")
     facts = json.loads(result.stdout)
@@ -235,7 +257,7 @@ def test_a_table_on_a_terminal_takes_names_literally(registry, lease):
     assert any(border in text for border in "│┃|")
 
 
-def test_empty_registry(registry):
+def test_empty_registry(run, registry):
     result = run("status", "--registry", registry.address)
     assert result.returncode == 0 and "no model yet, " in result.stdout
 
@@ -254,7 +276,7 @@ def test_expert_ranges(experts, shown):
 HEAVY = ("torch", "transformers", "numpy", "safetensors")
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("registry", "--help"), ("status",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("status",)])
 def test_nothing_heavy_is_imported(arguments, registry):
     """What makes it start in less than half a second, as CPU time so that load does not matter."""
     if arguments == ("status",):
@@ -276,7 +298,7 @@ def test_nothing_heavy_is_imported(arguments, registry):
     assert used < 1.0  # 0.25 s here; torch alone takes more than 1 s
 
 
-def test_the_token_is_never_printed(registry, lease):
+def test_the_token_is_never_printed(run, registry, lease):
     secret = load_token().decode()
     for result in (
         run("status", "--registry", registry.address),
