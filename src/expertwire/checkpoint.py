@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from .errors import CheckpointError, ConfigError
 from .experts import ExpertLayer, ExpertShard
 from .message import dtype_of
+from .plain_experts import plain_modules
 
 INDEX = "model.safetensors.index.json"
 PER_EXPERT = re.compile(
@@ -282,8 +283,8 @@ def load_experts(
         )
     kind = dtype_of(info.dtype) if dtype is None else dtype
     target = dtype_of(kind) if isinstance(kind, str) else kind
-    modules = expert_modules(config)
     layers = find_experts(path)
+    modules = plain_modules(config, len(layers), info.num_experts) or expert_modules(config)
     if len(modules) != len(layers):
         raise CheckpointError(
             f"{path}: {len(layers)} layers have expert tensors, the config says {len(modules)}"
