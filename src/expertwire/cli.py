@@ -102,7 +102,7 @@ def serve(
     from .config import ServerConfig
     from .control import load_token, parse_address
     from .processes import follow_parent
-    from .serve import make_server
+    from .serve import make_server, run_server
 
     parse_address(registry)
     server = make_server(
@@ -114,8 +114,7 @@ def serve(
     server.start()
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
-    wait_for(server.serve_forever)
-    server.close()
+    wait_for(lambda: run_server(server))
 
 
 @app.command()
@@ -173,13 +172,24 @@ def status(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = Fa
 
 
 def wait_for(blocking) -> None:
-    """Runs a blocking call in a way that signal handlers still get their turn."""
+    """Runs a blocking call in a way that signal handlers still get their turn; raises what it
+    raises."""
     import threading
 
-    thread = threading.Thread(target=blocking, daemon=True)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            blocking()
+        except BaseException as err:
+            failures.append(err)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
+    if failures:
+        raise failures[0]
 
 
 def main() -> None:

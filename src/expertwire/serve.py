@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from .checkpoint import inspect_model
 from .config import ServerConfig
+from .errors import WaitTimeout
 from .experts import parse_experts
 from .membership import Lease
 from .server import Server
@@ -59,3 +60,21 @@ def make_server(
         name=name or f"server-{os.getpid()}",
         progress=load_progress(f"{len(ids)} of {info.num_experts} experts"),
     )
+
+
+def run_server(server: Server) -> None:
+    """Serves until the server is closed; the registry may come later.
+
+    Raises ConfigError or AuthError if the registry refuses a server that never was a member
+    (another model, another token), and whatever ended the server if that was not `close`.
+    """
+    try:
+        while not server.stopped:
+            try:
+                server.wait_registered(0.5)
+                break
+            except WaitTimeout:
+                continue
+        server.serve_forever()
+    finally:
+        server.close()

@@ -55,6 +55,8 @@ class Server:
         self.registry_address = registry if isinstance(registry, str) else registry.address
         self._token = load_token() if token is None else token
         self._stop = threading.Event()
+        self._close_lock = threading.RLock()  # a signal handler may close while close runs
+        self._closed = False
         self._started = False
         self._clients: list[ClientLink] = []
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
@@ -127,18 +129,25 @@ class Server:
 
     def close(self) -> None:
         """Leaves the registry, answers what it has taken, gives everything back. Idempotent."""
-        if not self._started or self._stop.is_set():
-            return
-        self.lease.close()
-        self._stop.set()
-        self._listener.close()
-        self.hca.interrupt()
-        for thread in self._threads:
-            thread.join(10)
-        for link in self._clients:
-            link.close()
-        self._clients.clear()
-        self.hca.close()
+        with self._close_lock:
+            if not self._started or self._closed:
+                return
+            self._closed = True
+            self.lease.close()
+            self._stop.set()
+            self._listener.close()
+            self.hca.interrupt()
+            for thread in self._threads:
+                thread.join(10)
+            for link in self._clients:
+                link.close()
+            self._clients.clear()
+            self.hca.close()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has ended, or is about to: by `close`, or by an error of its own."""
+        return self._stop.is_set()
 
     def serve_forever(self) -> None:
         """Blocks until `close` is called (from a signal handler or another thread).
@@ -223,6 +232,12 @@ class Server:
             log.exception("the data thread ended")
             self.error = err
             self._stop.set()
+            # A member that serves nobody is worse than none: everybody is told, by end-of-file.
+            self.lease.close()
+            self._listener.close()
+            for link in self._clients:
+                link.close()
+            self._clients.clear()
 
     def _serve_once(self) -> None:
         while self._inbox:

@@ -1,0 +1,169 @@
+"""`expertwire serve` and the registry, in processes: refusals, shares by agreement, early ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.system.cluster import ScaledExperts, model_facts
+
+from expertwire import roster
+from expertwire.checkpoint import inspect_model
+from expertwire.config import ServerConfig
+from expertwire.demo import demo_model_path
+from expertwire.errors import ConfigError
+from expertwire.membership import Lease
+from expertwire.processes import ChildGroup, ChildProcess
+from expertwire.registry import Registry
+from expertwire.serve import make_server, run_server
+from expertwire.server import Server
+
+MODEL = demo_model_path()
+COMMAND = [sys.executable, "-u", "-m", "expertwire"]
+ENV = {"OMP_NUM_THREADS": "1"}
+START = 60.0
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+
+@pytest.fixture
+def registry(token):
+    with Registry(token=token) as made:
+        yield made
+
+
+def serve(children: ChildGroup, address: str, *arguments: str, **env: str) -> ChildProcess:
+    return children.start(
+        "server",
+        ["serve", MODEL, "--registry", address, "--threads", "1", *arguments],
+        {**ENV, **env},
+    )
+
+
+def wait_until(ready, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if ready():
+            return True
+        time.sleep(0.02)
+    return bool(ready())
+
+
+def test_a_refused_server_ends_with_one_line(registry, token):
+    other = {"name": "a", "address": "a", "pid": 1, "model": model_facts(), "experts": [0]}
+    with contextlib.closing(Lease(registry.address, token, other)) as lease, ChildGroup() as group:
+        lease.wait_registered(5)
+        child = serve(group, registry.address, "--experts", "0")
+        assert child.process.wait(START) == 1, child.lines
+        child.stop()
+        (line,) = [line for line in child.lines if line.startswith("expertwire: ")]
+        assert not any("Traceback" in shown for shown in child.lines)
+        name = inspect_model(MODEL).name
+        assert f"this registry serves {model_facts()['name']}" in line
+        assert f"not {name}" in line
+        assert list(registry.members) == ["a"]
+
+
+def test_ctrl_c_ends_a_server_that_still_waits_for_its_registry():
+    child = subprocess.Popen(
+        [*COMMAND, "serve", MODEL, "--experts", "0", "--registry", "127.0.0.1:9"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ENV},
+    )
+    try:
+        assert child.stdout is not None
+        assert "registry" in child.stdout.readline()
+        begin = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=10)
+        assert child.returncode == 130
+        assert time.monotonic() - begin < 5
+        assert "Traceback" not in errors
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def auto_server(registry: Registry, token: bytes, name: str) -> Server:
+    return make_server(
+        MODEL,
+        "auto",
+        registry.address,
+        name=name,
+        dtype=None,
+        token=token,
+        num_auto_servers=2,
+        config=ServerConfig(num_threads=1),
+    )
+
+
+def test_auto_servers_share_all_experts_and_one_that_died_while_loading_is_replaced(
+    registry, token, monkeypatch
+):
+    monkeypatch.setattr(roster, "PLAN_GRACE_SECONDS", 0.3)
+    load = Server.from_checkpoint
+    planned: list[list[int]] = []
+
+    def die(path, experts, *args, **options):
+        planned.append(list(experts))
+        raise ConfigError("died while loading")
+
+    def load_slowly(path, experts, *args, **options):
+        planned.append(list(experts))
+        time.sleep(0.8)  # longer than the grace: the plan must hold while it loads
+        if len(planned) == 2:
+            with pytest.raises(ConfigError):
+                monkeypatch.setattr(Server, "from_checkpoint", die)
+                auto_server(registry, token, "dead")
+        return load(path, experts, *args, **options)
+
+    monkeypatch.setattr(Server, "from_checkpoint", load_slowly)
+    planned.append([])
+    with auto_server(registry, token, "first") as first:
+        first.wait_registered(5)
+        _, kept, lost = planned
+        assert sorted(kept + lost) == list(range(16)), "the dead one was not promised the same"
+        monkeypatch.setattr(Server, "from_checkpoint", load)
+        time.sleep(0.4)
+        with auto_server(registry, token, "replacement") as replacement:
+            replacement.wait_registered(5)
+            assert replacement.shard.experts == lost
+            held = [e for m in registry.members.values() for e in m.facts["experts"]]
+            assert sorted(held) == list(range(16))
+
+
+def echo_server(registry: Registry, token: bytes) -> Server:
+    return Server(ScaledExperts([0, 1]), model_facts(), registry, token=token)
+
+
+def test_a_server_whose_data_thread_ended_is_no_member_any_more(registry, token):
+    def fail():
+        raise RuntimeError("on purpose")
+
+    with echo_server(registry, token) as server:
+        server.wait_registered(5)
+        server._serve_once = fail
+        server.hca.interrupt()
+        with pytest.raises(RuntimeError, match="on purpose"):
+            server.serve_forever()
+        assert wait_until(lambda: not registry.members)
+    server.close()
+    assert server.lease._thread.is_alive() is False
+
+
+def test_run_server_raises_what_the_registry_says(registry, token):
+    with echo_server(registry, token) as first:
+        first.wait_registered(5)
+        second = Server(
+            ScaledExperts([0]), model_facts(name="other"), registry, token=token, name="second"
+        ).start()
+        with pytest.raises(ConfigError, match=r"scaled.*other"):
+            run_server(second)
+        assert second.stopped
