@@ -1,8 +1,8 @@
 """Reading Hugging Face MoE checkpoints: what is in a folder, and only the experts one wants.
 
-Weights stay on disk in the layout their family publishes: one tensor per expert and projection
-(gate_proj/up_proj/down_proj, or w1/w3/w2), or one tensor for all experts of a layer. Either way
-only the wanted experts' bytes are read, through safetensors' memory map.
+Weights stay on disk in the layout their family publishes: one tensor per expert and projection, or
+one tensor for all experts of a layer (weight_map.py knows which). Either way only the wanted
+experts' bytes are read, through safetensors' memory map.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +22,16 @@ from safetensors import SafetensorError, safe_open
 from .errors import CheckpointError, ConfigError
 from .experts import ExpertLayer, ExpertShard
 from .message import dtype_of
-from .plain_experts import plain_modules
+from .plain_experts import plain_layers
+from .weight_map import Key, TensorMap, WeightMap, parameter_sizes
 
 INDEX = "model.safetensors.index.json"
-PER_EXPERT = re.compile(
-    r"(?:.*\.)?layers\.(?P<layer>\d+)\..*?(?<!shared_)experts\.(?P<expert>\d+)\."
-    r"(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+TOP_K_NAMES = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+    "top_k_experts",
 )
-FUSED = re.compile(
-    r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?:.*\.)?(?:(?<!shared_)experts\."
-    r"(?P<part>gate_up_proj|up_proj|down_proj)(?P<bias>_bias)?"
-    r"|block_sparse_moe\.(?P<linear>input_linear|output_linear)\.weight)"
-)
-PART_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-LINEAR_NAMES = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
-WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+WEIGHT_TYPES = tuple(FILE_DTYPES.values())
 SAMPLE_BYTES = 1 << 16  # of each file's data, at both ends, for the fingerprint
 
 
@@ -60,12 +54,27 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where one expert tensor is: file and name, or a slice of a tensor for all experts."""
+    """Where an expert's tensor is: file and name, or a slice of a tensor for all experts."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: F32, BF16, F16
     fused: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is where in a checkpoint folder.
+
+    modules: (name, experts module on the meta device) of each MoE layer. places: of each MoE
+    layer, which tensor holds what.
+    """
+
+    modules: list[tuple[str, torch.nn.Module]]
+    weight_map: TensorMap
+    places: list[dict[Key, TensorPlace]]
+    model: Any = None  # on the meta device; None if the modelling code was not needed
 
 
 def read_config(path: str | Path) -> Any:
@@ -89,15 +98,22 @@ def read_config(path: str | Path) -> Any:
     return config.get_text_config()
 
 
-def _first(config: Any, *names: str) -> int:
-    for name in names:
+def _top_k(model: Any, config: Any) -> int:
+    """Experts per token; the largest, for a model whose layers differ."""
+    for name in TOP_K_NAMES:
         value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and value:
+            value = max(value)
         if isinstance(value, int):
             return value
-    raise CheckpointError(
-        f"model type {config.model_type!r} has none of {', '.join(names)} in its config: it does "
-        "not look like a Mixture-of-Experts model"
-    )
+    modules = model.modules() if model is not None else ()
+    found = [m.top_k for m in modules if isinstance(getattr(m, "top_k", None), int)]
+    if not found:
+        raise CheckpointError(
+            f"model type {config.model_type!r}: no experts per token in its config (looked for "
+            f"{', '.join(TOP_K_NAMES)})"
+        )
+    return max(found)
 
 
 def weight_files(path: str | Path) -> list[Path]:
@@ -142,8 +158,13 @@ class WeightReader(contextlib.ExitStack):
         super().__init__()
         self._open: dict[Path, Any] = {}
 
-    def read(self, place: TensorPlace, expert: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """One expert's tensor, from the map. Raises CheckpointError naming file and tensor."""
+    def read(
+        self, place: TensorPlace, expert: int, shape: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        """One expert's tensor, from the map; of this shape, unless that is not known (None).
+
+        Raises CheckpointError naming file and tensor.
+        """
         if place.file not in self._open:
             self._open[place.file] = self.enter_context(open_weights(place.file))
         tensors = self._open[place.file]
@@ -154,7 +175,7 @@ class WeightReader(contextlib.ExitStack):
                 data = tensors.get_tensor(place.name)
         except (SafetensorError, OSError, IndexError) as err:
             raise CheckpointError(f"{place.file}: tensor {place.name}: {err}") from err
-        if tuple(data.shape) != shape:
+        if shape is not None and tuple(data.shape) != shape:
             raise CheckpointError(
                 f"{place.file}: tensor {place.name} has shape {list(place.shape)}, expected "
                 f"{['experts', *shape] if place.fused else list(shape)}"
@@ -167,24 +188,42 @@ class WeightReader(contextlib.ExitStack):
         return data
 
 
-def find_experts(path: str | Path) -> dict[int, dict[tuple[str, int], TensorPlace]]:
-    """{decoder layer: {(part, expert id or -1 for all): place}} from the files' headers only."""
-    layers: dict[int, dict[tuple[str, int], TensorPlace]] = {}
+def survey(path: str | Path, config: Any) -> Survey:
+    """Finds every expert tensor, from the files' headers only.
+
+    The modelling code, which takes seconds to import, is built (on the meta device) only for
+    families and layouts that plain_experts.py does not know. Raises CheckpointError for a damaged
+    file, or a family that cannot be served.
+    """
+    headers: dict[str, TensorPlace] = {}
     for file in weight_files(path):
         with open_weights(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                if match := PER_EXPERT.fullmatch(name):
-                    part = PART_NAMES.get(match["part"], match["part"])
-                    key = (part, int(match["expert"]))
-                elif match := FUSED.fullmatch(name):
-                    part = LINEAR_NAMES.get(match["linear"] or "", match["part"])
-                    key = (part + (match["bias"] or ""), -1)
-                else:
-                    continue
-                shape = tuple(tensors.get_slice(name).get_shape())
-                place = TensorPlace(file, name, shape, key[1] == -1)
-                layers.setdefault(int(match["layer"]), {})[key] = place
-    return layers
+                part = tensors.get_slice(name)
+                headers[name] = TensorPlace(
+                    file, name, tuple(part.get_shape()), part.get_dtype(), False
+                )
+    plain, model = plain_layers(config, headers), None
+    if plain is not None:
+        modules, weight_map = plain
+    else:
+        model = build_model(config)
+        modules = pluggable(model)
+        weight_map = WeightMap(model, modules)
+    places: list[dict[Key, TensorPlace]] = [{} for _ in modules]
+    for name, (layer, key) in weight_map.find(headers).items():
+        places[layer][key] = dataclasses.replace(headers[name], fused=key.expert < 0)
+    num_found = sum(bool(layer) for layer in places)
+    if not num_found:
+        raise CheckpointError(
+            f"{path}: no expert tensors of a layout that transformers knows for model type "
+            f"{config.model_type!r}"
+        )
+    if num_found < len(modules):
+        raise CheckpointError(
+            f"{path}: {num_found} layers have expert tensors, the config says {len(modules)}"
+        )
+    return Survey(modules, weight_map, places, model)
 
 
 def fingerprint(path: str | Path) -> str:
@@ -210,19 +249,37 @@ def inspect_model(path: str | Path) -> ModelInfo:
     Raises CheckpointError for a folder that is no MoE checkpoint, or a damaged one.
     """
     config = read_config(path)
-    num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-    top_k = _first(config, "num_experts_per_tok", "moe_topk", "num_experts_per_token")
-    layers = find_experts(path)
-    if not layers:
+    return _info(path, config, survey(path, config))
+
+
+def _info(path: str | Path, config: Any, found: Survey) -> ModelInfo:
+    sizes = {parameter_sizes(module) for _, module in found.modules}
+    if len(sizes) > 1:
         raise CheckpointError(
-            f"{path}: no expert tensors of a known layout in model type {config.model_type!r}"
+            f"model type {config.model_type!r} cannot be served: its MoE layers differ in number "
+            f"of experts or size: {sorted(sizes)}"
         )
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    folder = Path(path).resolve()
+    ((num_experts, hidden_size),) = sizes
+    dtype = config.dtype
+    if not isinstance(dtype, torch.dtype):  # older configs do not say
+        dtype = FILE_DTYPES.get(next(iter(found.places[0].values())).dtype, torch.float32)
     return ModelInfo(
-        fingerprint(path), folder.name, config.model_type, len(layers), num_experts,
-        config.hidden_size, top_k, str(dtype).removeprefix("torch."),
+        fingerprint(path), Path(path).resolve().name, config.model_type, len(found.modules),
+        num_experts, hidden_size, _top_k(found.model, config), str(dtype).removeprefix("torch."),
     )
+
+
+def build_model(config: Any) -> Any:
+    """The model on the meta device: structure and shapes, no memory. Raises CheckpointError."""
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as err:
+        raise CheckpointError(
+            f"transformers cannot build model type {config.model_type!r}: {err}"
+        ) from err
 
 
 def expert_modules(config: Any) -> list[tuple[str, torch.nn.Module]]:
@@ -230,16 +287,7 @@ def expert_modules(config: Any) -> list[tuple[str, torch.nn.Module]]:
 
     Raises CheckpointError for a family whose experts cannot be replaced.
     """
-    import transformers
-
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as err:
-        raise CheckpointError(
-            f"transformers cannot build model type {config.model_type!r}: {err}"
-        ) from err
-    return pluggable(model)
+    return pluggable(build_model(config))
 
 
 def pluggable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -252,9 +300,9 @@ def pluggable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     kind = getattr(config, "model_type", type(model).__name__)
     if not found:
         raise CheckpointError(
-            f"model type {kind!r} cannot be served: its experts do not use transformers' experts "
-            "interface (they are dense, or computed inside the model's own code), so there is no "
-            "place to plug in; see the list of families in the README"
+            f"model type {kind!r} cannot be served: it is no Mixture-of-Experts model, or its "
+            "experts do not use transformers' experts interface (they are computed inside the "
+            "model's own code), so there is no place to plug in; see the families in the README"
         )
     if any(getattr(module, "has_post_expert_norm", False) for _, module in found):
         raise CheckpointError(
@@ -274,7 +322,8 @@ def load_experts(
     bytes. Raises CheckpointError naming file and tensor, ConfigError for ids that do not exist.
     """
     config = read_config(path)
-    info = inspect_model(path)
+    found = survey(path, config)
+    info = _info(path, config, found)
     wanted = sorted(set(range(info.num_experts) if experts is None else experts))
     bad = [e for e in wanted if not 0 <= e < info.num_experts]
     if bad or not wanted:
@@ -283,22 +332,16 @@ def load_experts(
         )
     kind = dtype_of(info.dtype) if dtype is None else dtype
     target = dtype_of(kind) if isinstance(kind, str) else kind
-    layers = find_experts(path)
-    modules = plain_modules(config, len(layers), info.num_experts) or expert_modules(config)
-    if len(modules) != len(layers):
-        raise CheckpointError(
-            f"{path}: {len(layers)} layers have expert tensors, the config says {len(modules)}"
-        )
-    total = sum(_layer_elements(m) for _, m in modules) * target.itemsize
+    total = sum(_layer_elements(m) for _, m in found.modules) * target.itemsize
     total = total * len(wanted) // info.num_experts
     done = 0
     loaded = []
-    for (_, module), layer in zip(modules, sorted(layers), strict=True):
+    for layer, (_, module) in enumerate(found.modules):
         parts = {}
         with WeightReader() as reader:
-            for name, parameter in module.named_parameters():
+            for name, parameter in list(module.named_parameters()):
                 parts[name] = _load_parameter(
-                    reader, path, layer, name, parameter, wanted, layers[layer], target
+                    reader, path, found, layer, name, tuple(parameter.shape[1:]), wanted, target
                 )
                 done += parts[name].numel() * target.itemsize
                 if progress is not None:
@@ -314,25 +357,38 @@ def _layer_elements(module: torch.nn.Module) -> int:
 
 
 def _load_parameter(
-    reader: WeightReader, path: str | Path, layer: int, name: str, parameter: torch.nn.Parameter,
-    wanted: list[int], places: dict[tuple[str, int], TensorPlace], dtype: torch.dtype,
+    reader: WeightReader, path: str | Path, found: Survey, layer: int, name: str,
+    shape: tuple[int, ...], wanted: list[int], dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One fused parameter, the wanted experts' rows of it: [len(wanted), ...]."""
-    shape = tuple(parameter.shape[1:])
+    """One fused parameter, the wanted experts' rows of it: [len(wanted), *shape]."""
+    places = found.places[layer]
+    part = next((key.part for key in places if key.parameter == name), "")
+    parts = found.weight_map.parts(part)
+    stacked = found.weight_map.is_stacked(part)
     out = torch.empty((len(wanted), *shape), dtype=dtype)
     for i, expert in enumerate(wanted):
-        if (name, -1) in places:
-            sources = [((name, -1), out[i])]
-        elif name == "gate_up_proj":
-            half = shape[0] // 2  # [gate; up], as transformers concatenates them
-            sources = [(("gate_proj", expert), out[i, :half]), (("up_proj", expert), out[i, half:])]
-        else:
-            sources = [((name, expert), out[i])]
-        for key, target in sources:
-            if key not in places:
+        here = [
+            places.get(Key(name, p, expert)) or places.get(Key(name, p, -1)) for p in parts
+        ]
+        for p, place in zip(parts, here, strict=True):
+            if place is None:
                 raise CheckpointError(
-                    f"{path}: layer {layer} has no {key[0]} of expert {expert}; the checkpoint is "
-                    "incomplete"
+                    f"{path}: layer {layer} has no {found.weight_map.part_name(p, name)} of expert "
+                    f"{expert} ({found.modules[layer][0]}); the checkpoint is incomplete"
                 )
-            target.copy_(reader.read(places[key], expert, tuple(target.shape)))
+        known = [place for place in here if place is not None]
+        if stacked:  # straight from the map: [gate; up], say, or a single tensor
+            half = (shape[0] // len(parts), *shape[1:])
+            for target, place in zip(out[i].chunk(len(parts)), known, strict=True):
+                target.copy_(reader.read(place, expert, half if len(parts) > 1 else shape))
+            continue
+        tensors = {p: reader.read(q, expert, None) for p, q in zip(parts, known, strict=True)}
+        try:
+            result = found.weight_map.convert(tensors, shape)
+            out[i].copy_(result.view(shape))
+        except (RuntimeError, ValueError, IndexError) as err:
+            raise CheckpointError(
+                f"{known[0].file}: tensor {known[0].name} has shape {list(known[0].shape)}, which "
+                f"does not convert to {name} {list(shape)} of expert {expert}: {err}"
+            ) from err
     return out

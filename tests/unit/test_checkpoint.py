@@ -114,6 +114,9 @@ def test_only_the_wanted_experts_are_read(family, tmp_path, monkeypatch):
         def get_shape(self):
             return self.real.get_shape()
 
+        def get_dtype(self):
+            return self.real.get_dtype()
+
         def __getitem__(self, key):
             data = self.real[key]
             read.append((self.name, key, data.numel()))
