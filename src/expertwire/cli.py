@@ -74,13 +74,11 @@ def registry(
     = None,
 ) -> None:
     """Run the registry that servers and clients find each other through."""
-    from .processes import follow_parent
     from .registry import Registry
 
     server = Registry(listen, lease_seconds=lease, state_path=state)
     stop_on_signals(server.close)
     server.start()
-    follow_parent(server.close)
     print(f"registry listening on {server.address}", flush=True)
     wait_for(server.serve_forever)
 
@@ -101,7 +99,6 @@ def serve(
     """Serve some experts of a model."""
     from .config import ServerConfig
     from .control import load_token, parse_address
-    from .processes import follow_parent
     from .serve import make_server, run_server
 
     parse_address(registry)
@@ -110,7 +107,6 @@ def serve(
         config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant),
     )
     stop_on_signals(server.close)
-    follow_parent(server.close)
     server.start()
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
@@ -196,7 +192,10 @@ def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     from .errors import ExpertwireError
 
+    from .processes import follow_parent
+
     stop_on_signals(lambda: None)
+    follow_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))  # also while still importing
     try:
         app()
     except ExpertwireError as err:

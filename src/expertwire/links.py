@@ -186,10 +186,13 @@ class Links:
         """The error for a batch that needs experts which nobody reachable holds."""
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         reasons = "; ".join(f"{s}: {why}" for s, why in sorted(self.refusals.items()))
+        away = self.membership.failure
+        if away is not None and not self.table.links:
+            reasons = "; ".join(filter(None, [f"registry: {away}", reasons]))
         what = f"no reachable server holds expert {shown}" if missing else "no server is there"
         return NoServerError(
             f"layer {layer}: {what} ({len(self.table.links)} servers connected"
-            f"{'; refused: ' + reasons if reasons else ''}); start one with "
+            f"{'; ' + reasons if reasons else ''}); start one with "
             "`expertwire serve MODEL --experts ...` or raise connect_timeout",
             layer, tuple(missing),
         )
