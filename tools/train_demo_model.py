@@ -53,6 +53,13 @@ SKIPPED_FOLDERS = frozenset(
         "pydoc_data", "site-packages", "test", "tests", "turtledemo",
     )
 )
+# For `transformers serve`: what the model says is the answer as it is, and nothing of the prompt
+# belongs to it. Without this it takes the format of chat models of this architecture.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor_pattern": r"\Z",
+    "fields": {"content": {"close": END, "content": "text", "content_args": {"strip": False}}},
+}
 HELD_OUT_EVERY = 20
 MAX_FOLDER_BYTES = 7_500_000
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "expertwire" / "demo_model"
@@ -157,6 +164,7 @@ def build_tokenizer(context: int) -> PreTrainedTokenizerFast:
         eos_token=END,
         pad_token=PAD,
         chat_template=CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
         model_max_length=context,
         padding_side="left",
         clean_up_tokenization_spaces=False,

@@ -8,6 +8,7 @@ and one that outlives a batch that failed because an expert server was away.
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def run_openai(
     the address is taken, CheckpointError, NoServerError.
     """
     require_serving()
+    check_address(host, port)
     stop = threading.Event()
     stop_on_signals(stop.set)
     follow_parent(stop.set)
@@ -52,7 +54,7 @@ def run_openai(
         try:
             where = listening(serve.server, serve._thread)
             if where is None:
-                raise ConfigError(f"cannot listen on {host}:{port}; is the port taken?")
+                raise ConfigError(f"the HTTP server did not start on {host}:{port}")
             print(f"{Path(model).resolve().name}: OpenAI API listening on http://{where}/v1",
                   flush=True)
             while not stop.wait(0.2) and serve._thread.is_alive():
@@ -73,6 +75,18 @@ def require_serving() -> None:
         raise ConfigError(
             "the OpenAI-compatible server needs more packages: pip install 'expertwire[serving]'"
         )
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError if nothing can listen there: sooner than after loading a model."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            probe.bind(address)
+    except (OSError, OverflowError) as err:
+        raise ConfigError(f"cannot listen on {host}:{port}: {err}") from err
 
 
 def start_serve(
