@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def open_weights(file: Path) -> Iterator[Any]:
+def open_weights(file: Path) -> Generator[Any]:
     """A memory-mapped safetensors file; damage becomes CheckpointError naming it."""
     try:
         with safe_open(str(file), framework="pt") as tensors:

@@ -191,7 +191,6 @@ def wait_for(blocking) -> None:
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     from .errors import ExpertwireError
-
     from .processes import follow_parent
 
     stop_on_signals(lambda: None)

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def listening(server: Any, thread: threading.Thread) -> str | None:
 
 
 @contextlib.contextmanager
-def replaced_classes(model: str, client: Client, dtype: str | None) -> Iterator[None]:
+def replaced_classes(model: str, client: Client, dtype: str | None) -> Generator[None]:
     """While open, transformers' server is made with our model manager and generation state."""
     from transformers.cli.serving import model_manager, utils
 

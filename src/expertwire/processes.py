@@ -71,6 +71,7 @@ class ChildProcess:
                     f"{self.lines[-3:]}", "start", self.name, text, self.lines[-1:],
                 ) from None
             if line is None:
+                self._ready.put(None)  # whoever waits next learns it, too
                 raise ExpertwireError(
                     f"{self.name} ended with exit code {self.process.wait(5)}: "
                     + " | ".join(self.lines[-5:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,9 +118,10 @@ def load(
         progress(0, 1)
     with no_expert_parameters(classes), _quiet():
         try:
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=kind, experts_implementation=NAME, output_loading_info=True
             )
+            model, report = loaded
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as err:
             raise CheckpointError(f"{path} cannot be loaded: {err!r}") from err
     missing = [name for name in report["missing_keys"] if ".experts." not in name]
@@ -132,9 +133,9 @@ def load(
 
 
 @contextlib.contextmanager
-def no_expert_parameters(classes: set[type]) -> Iterator[None]:
+def no_expert_parameters(classes: Collection[type]) -> Generator[None]:
     """While open, experts modules of these classes are made without parameters."""
-    originals = {cls: cls.__init__ for cls in classes}
+    originals: dict[type, Any] = {cls: cls.__init__ for cls in classes}
 
     def without_parameters(original: Callable) -> Callable:
         def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -142,21 +143,22 @@ def no_expert_parameters(classes: set[type]) -> Iterator[None]:
                 original(self, *args, **kwargs)
             for name, _ in list(self.named_parameters(recurse=False)):
                 delattr(self, name)
-            self._is_hf_initialized = True  # nothing left that transformers would initialise
+            # Nothing is left that transformers would initialise.
+            object.__setattr__(self, "_is_hf_initialized", True)
 
         return __init__
 
     for cls, original in originals.items():
-        cls.__init__ = without_parameters(original)  # type: ignore[misc]
+        setattr(cls, "__init__", without_parameters(original))  # noqa: B010
     try:
         yield
     finally:
         for cls, original in originals.items():
-            cls.__init__ = original  # type: ignore[misc]
+            setattr(cls, "__init__", original)  # noqa: B010
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Without the warning that lists every expert tensor as unexpected, and its progress bar."""
     from transformers.utils import logging as hf_logging
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
+import threading
 import time
 
 import pytest
@@ -24,7 +21,6 @@ from expertwire.serve import make_server, run_server
 from expertwire.server import Server
 
 MODEL = demo_model_path()
-COMMAND = [sys.executable, "-u", "-m", "expertwire"]
 ENV = {"OMP_NUM_THREADS": "1"}
 START = 60.0
 
@@ -67,28 +63,6 @@ def test_a_refused_server_ends_with_one_line(registry, token):
         assert f"this registry serves {model_facts()['name']}" in line
         assert f"not {name}" in line
         assert list(registry.members) == ["a"]
-
-
-def test_ctrl_c_ends_a_server_that_still_waits_for_its_registry():
-    child = subprocess.Popen(
-        [*COMMAND, "serve", MODEL, "--experts", "0", "--registry", "127.0.0.1:9"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **ENV},
-    )
-    try:
-        assert child.stdout is not None
-        assert "registry" in child.stdout.readline()
-        begin = time.monotonic()
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=10)
-        assert child.returncode == 130
-        assert time.monotonic() - begin < 5
-        assert "Traceback" not in errors
-    finally:
-        child.kill()
-        child.communicate()
 
 
 def auto_server(registry: Registry, token: bytes, name: str) -> Server:
@@ -156,6 +130,18 @@ def test_a_server_whose_data_thread_ended_is_no_member_any_more(registry, token)
         assert wait_until(lambda: not registry.members)
     server.close()
     assert server.lease._thread.is_alive() is False
+
+
+def test_run_server_ends_with_close_also_while_there_is_no_registry(token):
+    server = Server(ScaledExperts([0]), model_facts(), "127.0.0.1:9", token=token).start()
+    thread = threading.Thread(target=run_server, args=(server,))
+    thread.start()
+    time.sleep(0.1)
+    begin = time.monotonic()
+    server.close()
+    thread.join(5)
+    assert time.monotonic() - begin < 2
+    assert not thread.is_alive()
 
 
 def test_run_server_raises_what_the_registry_says(registry, token):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 from expertwire import Client, Registry, Server
 from expertwire.device_structs import BufferHead, ReplyHead
@@ -23,7 +24,6 @@ from expertwire.errors import (
 )
 from expertwire.message import FLAG_BYTES, Reason, RequestLayout, head_checksum
 from expertwire.routing import RoutingTable
-from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 SHARES = [[0, 1, 2], [3, 4, 5]]
@@ -209,7 +209,7 @@ def test_two_models_do_not_mix():
     with cluster(SHARES, MODEL) as (_, _, registry):
         other = model_facts(num_experts=6, hidden_size=32, name="another")
         with Server(ScaledExperts([0]), other, registry, token=TOKEN) as server, pytest.raises(
-            ConfigError, match="scaled.*another|another.*scaled"
+            ConfigError, match=r"scaled.*another|another.*scaled"
         ):
             server.wait_registered(3)
 

@@ -498,18 +498,26 @@ def test_64_servers_and_64_watchers_at_once(reg):
     assert not reg.members
 
 
-def test_a_watcher_that_does_not_read_holds_up_nobody(peer, reg, monkeypatch):
-    monkeypatch.setattr("expertwire.control.MAX_FRAME_BYTES", 1000)  # lowers the limit of unsent
-    deaf, watcher = peer(), peer()
-    deaf.channel.send({"type": "watch"})
-    watcher.watch()
-    big = {**model_facts(), "remark": "x" * 300}
-    for i in range(20):
-        server = peer()
-        assert server.ask("register", **server_facts(f"s{i}", model=big))["type"] == "registered"
-        watcher.wait(lambda m, i=i: f"s{i}" in names(m))
-        server.close()
-        watcher.wait_names(set())
+def test_a_watcher_that_does_not_read_is_dropped_and_holds_up_nobody(peer, reg):
+    deaf, watcher, server, changing = peer(), peer(), peer(), peer()
+    deaf.channel.send({"type": "watch", "client": "deaf"})
+    watcher.watch("good")
+    big = {**model_facts(), "remark": "x" * 900_000}  # the kernel takes some MB of these
+    server.register("big", model=big)
+    facts = server_facts("small")
+    for i in range(40):
+        if watcher.ask("status")["clients"] == ["good"]:
+            break
+        if i % 2:
+            changing.ask("leave")
+        else:
+            changing.ask("register", **facts)
+        expected = {"big"} if i % 2 else {"big", "small"}
+        assert watcher.wait_names(expected) < 2.0
+    assert watcher.ask("status")["clients"] == ["good"]
+    with pytest.raises(ProtocolError):  # it can see that, once it reads again
+        while True:
+            deaf.channel.recv(2)
 
 
 def raw_tcp(reg: Registry) -> socket.socket:
