@@ -98,11 +98,15 @@ class Wqe:
         if opcode in (0x11, 0x12, 0x14, 0x15):
             size = 32 if opcode == 0x14 and opmod == 9 else 16
             atomic, at = raw[at : at + size], at + size
+            if at > num_segments * 16:
+                raise ValueError(f"atomic entry of {num_segments} segments is cut off")
         data = []
         while at < num_segments * 16:
             (count,) = struct.unpack_from(">I", raw, at)
             if count & 0x80000000:
                 length = count & 0x7FFFFFFF
+                if at + 4 + length > num_segments * 16:
+                    raise ValueError(f"{length} inline bytes do not fit {num_segments} segments")
                 inline = bytes(raw[at + 4 : at + 4 + length])
                 break
             count, lkey, addr = struct.unpack_from(">IIQ", raw, at)

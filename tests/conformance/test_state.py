@@ -1,0 +1,120 @@
+"""Checks 39 to 43: queue pair states, errors and flushes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from expertwire.hca.soft import (
+    STATE_ERR,
+    STATE_INIT,
+    STATE_RESET,
+    STATE_RTR,
+    STATE_RTS,
+)
+from tests.conformance.rig import COLLAPSED, FLUSHED, NOP, PEER_LOST, REMOTE_ACCESS, DeviceRig, Rig
+from tests.queue_pair import PUT_ALWAYS_POST, QUIET
+
+
+@pytest.mark.parametrize("state", [STATE_RESET, STATE_INIT, STATE_RTR])
+def test_39_nothing_is_sent_before_rts(state):
+    with Rig() as rig:
+        rig.qp.modify(STATE_RESET)
+        for step in range(STATE_INIT, state + 1):
+            rig.qp.modify(step)
+        rig.post(rig.inline(0, b"early"))
+        assert rig.run() == 0 and rig.qp.indices() == (0, 0)
+        assert rig.at_remote(0, 5) == b"\0" * 5 and rig.raw_cqe() == b"\xff" * 64
+        for step in range(state + 1, STATE_RTS + 1):
+            rig.qp.modify(step)
+        rig.run()  # the record is a level, not an event: our choice is to send then
+        assert rig.at_remote(0, 5) == b"early"
+
+
+@pytest.mark.parametrize("cq_flags", [COLLAPSED, 0])
+def test_40_error_flushes_everything_posted_in_order(cq_flags):
+    """Also unsignalled entries, also long ones; then also what is posted later."""
+    with Rig(64, cq_flags=cq_flags) as rig:
+        rig.post(
+            rig.inline(0, b"good"), rig.write(rkey=rig.rkey ^ 1), rig.inline(8, b"x" * 100),
+            rig.inline(8, b"y", fm_ce_se=0), rig.wqe(NOP),
+        )
+        rig.run()
+        assert rig.qp.state == STATE_ERR and rig.qp.first_error() == (REMOTE_ACCESS, 1)
+        assert rig.at_remote(0, 9) == b"good" + b"\0" * 5
+        assert rig.qp.indices() == (7, 7)
+        if cq_flags == 0:
+            seen = [(c.opcode, c.syndrome, c.wqe_counter) for c in map(rig.cqe, range(5))]
+            assert seen == [
+                (0, 0, 0), (13, REMOTE_ACCESS, 1), (13, FLUSHED, 2), (13, FLUSHED, 5),
+                (13, FLUSHED, 6),
+            ]
+        else:
+            assert (rig.cqe().syndrome, rig.cqe().wqe_counter) == (FLUSHED, 6)
+        cqe = rig.do(rig.inline(8, b"later"))
+        if cq_flags:
+            assert (cqe.syndrome, cqe.wqe_counter) == (FLUSHED, 7)
+        assert rig.at_remote(8, 5) == b"\0" * 5 and rig.here.stats()["error_cqes"] == 5
+
+
+SYNDROMES = [0x01, 0x02, 0x04, 0x05, 0x06, 0x10, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x22, 0x7F]
+
+
+@pytest.mark.parametrize("syndrome", SYNDROMES)
+def test_40_every_syndrome_reaches_the_device_code(syndrome):
+    """The queue fails on entry 3 of 6; the caller learns syndrome and index, in bounded time."""
+    with DeviceRig(num_device_qps=2) as rig:
+        rig.here.set_hook(
+            lambda _c, qpn, idx, *_: syndrome if (qpn, idx) == (rig.qp.info.qpn, 3) else 0
+        )
+        put, quiet = rig.operation(PUT_ALWAYS_POST, num_bytes=8, qp_id=0), dict(op=QUIET)
+        (status,) = rig.launch([[put] * 6 + [quiet]])
+        assert status.code == 2 and rig.qp.first_error() == (syndrome, 3)
+        assert status.syndrome in (syndrome, FLUSHED), "a collapsed queue may show the flush only"
+        other = rig.operation(PUT_ALWAYS_POST, num_bytes=8, qp_id=1)
+        (status,) = rig.launch([[other, dict(op=QUIET, qp_id=1)]])
+        assert status.code == 0, "check 43: the other queue goes on"
+
+
+def test_41_lost_peer_fails_what_is_posted_at_once():
+    with Rig(num_bytes=1 << 20) as rig:
+        rig.do(rig.inline(0, b"alive"))
+        rig.peer.lost()
+        begin = time.monotonic()
+        rig.do(rig.inline(0, b"ghost"), rig.wqe(NOP))
+        assert time.monotonic() - begin < 1
+        assert rig.qp.first_error() == (PEER_LOST, 1) and rig.qp.indices() == (3, 3)
+        assert rig.at_remote(0, 5) == b"alive"
+
+
+def test_41_peer_lost_in_the_middle_of_a_write():
+    with Rig(num_bytes=1 << 20) as rig:
+        rig.post(rig.write(0, 0, 1 << 20))
+        assert rig.here.poll(1) == 1
+        rig.peer.lost()
+        rig.run()
+        assert rig.qp.first_error() == (PEER_LOST, 0)
+
+
+def test_41_held_entries_of_a_lost_peer_fail_too():
+    with Rig() as rig:
+        rig.here.set_hook(lambda *_: 0xFFFFFFFF)
+        rig.post(rig.wqe(NOP))
+        assert rig.run() == 0
+        rig.peer.lost()
+        rig.run()
+        assert rig.error() == PEER_LOST
+
+
+def test_43_two_queues_are_independent():
+    with Rig() as rig:
+        other = rig.add_qp()
+        rig.do(rig.write(rkey=0x55))
+        assert rig.qp.state == STATE_ERR and other.state == STATE_RTS
+        wqe = rig.inline(16, b"still here", qpn=other.info.qpn, index=0)
+        rig.place(wqe, 0, other)
+        rig.ring(1, other)
+        rig.run()
+        assert rig.at_remote(16, 10) == b"still here" and rig.error(other) == 0
+        assert rig.cqe(qp=other).opcode == 0
