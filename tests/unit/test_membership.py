@@ -94,7 +94,7 @@ def test_a_lease_is_seen_and_ends_with_close(reg):
 
 
 def test_heartbeats_carry_statistics_and_bring_the_epoch():
-    with Registry(token=TOKEN, lease_seconds=0.4) as reg, closing() as things:
+    with Registry(token=TOKEN, lease_seconds=1.0) as reg, closing() as things:
         things.append(lease := Lease(reg.address, TOKEN, server_facts("a"), lambda: {"rows": 7}))
         lease.wait_registered(3)
         things.append(other := Lease(reg.address, TOKEN, server_facts("b")))
@@ -107,7 +107,7 @@ def test_heartbeats_carry_statistics_and_bring_the_epoch():
             time.sleep(0.02)
         assert stats["a"] == {"rows": 7}
         assert lease.epoch == reg.epoch
-        time.sleep(0.5)  # longer than the lease
+        time.sleep(1.2)  # longer than the lease
         assert set(reg.members) == {"a", "b"}
 
 
@@ -119,7 +119,7 @@ def test_broken_callbacks_end_nothing():
     def broken():
         raise RuntimeError("on purpose")
 
-    with Registry(token=TOKEN, lease_seconds=0.4) as reg, closing() as things:
+    with Registry(token=TOKEN, lease_seconds=1.0) as reg, closing() as things:
         things.append(client := Membership(reg.address, TOKEN, on_change=broken))
         things.append(
             lease := Lease(reg.address, TOKEN, server_facts("a"), broken, on_drain=broken)
@@ -128,7 +128,7 @@ def test_broken_callbacks_end_nothing():
         epoch = reg.epoch
         ask(reg.address, TOKEN, {"type": "drain", "server_id": "a"})
         client.wait(lambda m: any(s.draining for s in m.servers), 3)
-        time.sleep(0.6)
+        time.sleep(1.2)
         assert (list(reg.members), reg.epoch) == (["a"], epoch + 1)
         assert lease.draining
 
@@ -303,7 +303,7 @@ def test_close_is_quick_with_a_registry_that_stalls_or_babbles(greeting):
         begin = time.monotonic()
         client.close()
         lease.close()
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 3.0
         assert held
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -318,7 +318,7 @@ def test_close_is_quick_when_nobody_is_there():
     begin = time.monotonic()
     lease.close()
     client.close()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 3.0
 
 
 def test_close_from_its_own_callback_does_not_hang(reg):
@@ -372,7 +372,7 @@ def test_a_restart_of_the_registry_goes_unnoticed(tmp_path, with_state):
     state = tmp_path / "state" if with_state else None
 
     def start() -> Registry:
-        return Registry(address, token=TOKEN, state_path=state, settle_seconds=1.0).start()
+        return Registry(address, token=TOKEN, state_path=state, settle_seconds=5.0).start()
 
     registry = start()
     with closing() as things, Follower(address) as client:
@@ -415,13 +415,13 @@ def test_a_server_that_does_not_come_back_is_gone_when_the_new_registry_has_sett
         client.wait({"gone", "stays"})
         registry.close()
         gone.close()
-        registry = Registry(address, token=TOKEN, settle_seconds=0.8).start()
+        registry = Registry(address, token=TOKEN, settle_seconds=1.5).start()
         try:
             begin = time.monotonic()
             client.membership.wait(lambda m: m.epoch >= registry.epoch, 3)
             assert ids(client.membership.snapshot()) == {"gone", "stays"}
             client.wait({"stays"})
-            assert time.monotonic() - begin < 2.0
+            assert time.monotonic() - begin < 4.0
         finally:
             things[0].close()
             client.membership.close()
