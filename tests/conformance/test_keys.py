@@ -234,3 +234,19 @@ def test_37_registering_and_revoking_while_the_engine_runs():
             stop.set()
             thread.join()
         assert rig.error() == 0
+
+
+def test_35_page_that_the_peer_scribbled_on_harms_nobody():
+    """The window's page is writable by the peer: its owner must not trust the counts in it."""
+    import mmap
+    import random
+
+    with Rig() as rig, mmap.mmap(rig.window.fd, 0) as page:
+        page[12:] = random.Random(7).randbytes(len(page) - 12)
+        for _ in range(40):
+            try:
+                rig.window.publish(rig.remote_mr, 0)
+            except HcaError:
+                break
+        rig.do(rig.write())
+        rig.there.wait([], [], spin_ns=0, timeout_ns=1000)

@@ -118,3 +118,38 @@ def test_43_two_queues_are_independent():
         rig.run()
         assert rig.at_remote(16, 10) == b"still here" and rig.error(other) == 0
         assert rig.cqe(qp=other).opcode == 0
+
+
+@pytest.mark.parametrize("cq_flags", [COLLAPSED, 0])
+def test_42_reset_and_again(cq_flags):
+    with Rig(16, num_cqe=16, cq_flags=cq_flags) as rig:
+        for turn in range(3):
+            for i in range(11):
+                rig.do(rig.inline(0, bytes([turn, i])))
+                rig.set_consumer(i + 1)
+            rig.do(rig.write(rkey=rig.rkey ^ 1))
+            assert rig.qp.first_error() == (REMOTE_ACCESS, 11)
+            rig.qp.modify(STATE_RESET)
+            rig.next_idx = 0
+            assert rig.qp.indices() == (0, 0) and rig.error() == 0
+            assert all(rig.raw_cqe(i) == b"\xff" * 64 for i in range(16))
+            for state in (STATE_INIT, STATE_RTR, STATE_RTS):
+                rig.qp.modify(state)
+            assert rig.run() == 0, "no doorbell of the former life rings"
+
+
+def test_42_reset_forgets_a_wait_for_a_receive():
+    with Rig() as rig:
+        rig.post(rig.write(data=(), opcode=0x09))
+        rig.run()
+        rig.qp.modify(STATE_RESET)
+        time.sleep(0.06)  # longer than the engine waits for a receive
+        for state in (STATE_INIT, STATE_RTR, STATE_RTS):
+            rig.qp.modify(state)
+        rig.next_idx = 0
+        rig.post(rig.write(data=(), opcode=0x09))
+        rig.run()
+        assert rig.error() == 0, "the wait began anew"
+        rig.window.post_recv(1)
+        rig.run()
+        assert rig.qp.indices() == (1, 1)

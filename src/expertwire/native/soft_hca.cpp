@@ -201,13 +201,15 @@ EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
   if (state >= kRtr && state <= kRts && !qp->peer)
     return ew_fail(-ENOTCONN, "queue pair %#x has no peer yet", qp->info.qpn);
   if (state == kReset) {
-    qp->pi = qp->ci = qp->num_cqe_written = qp->progress = 0;
+    qp->pi = qp->ci = qp->num_cqe_written = qp->progress = qp->rnr_since_ns = 0;
     qp->first_syndrome = 0, qp->first_error_idx = 0, qp->cq_error = false;
     qp->last_record = 0, qp->last_register[0] = qp->last_register[1] = 0, qp->last_proxy = 0;
     memset(reinterpret_cast<void*>(qp->info.cq_addr), 0xff, qp->info.num_cqe * 64ull);
     memset(reinterpret_cast<void*>(qp->info.dbrec_addr), 0, 8);
     for (u32 offset : {kBlueFlame, kBlueFlameAlternate}) memset(reinterpret_cast<void*>(qp->info.uar_addr + offset), 0, 8);
-    memset(reinterpret_cast<void*>(qp->info.proxy_addr), 0, 8);
+    // The consumer index counts from 0 again too, or a ring CQ would look overrun at once.
+    for (u64 addr : {qp->info.proxy_addr, qp->info.cq_dbrec_addr})
+      if (addr) memset(reinterpret_cast<void*>(addr), 0, 8);
   }
   qp->state = state;
   return 0;

@@ -39,6 +39,11 @@ int map_shared(int fd, u64 at_least, Mapping* out, const char* what) {
   return 0;
 }
 
+// The peer can write to the page: its count must not lead us outside of it.
+u32 num_entries(const WindowPage* page) {
+  return std::min(__atomic_load_n(&page->num_keys, __ATOMIC_ACQUIRE), kMaxWindowKeys);
+}
+
 constexpr u64 kRevokeTimeoutNs = 200'000'000;
 
 bool inside(u64 addr, u64 num_bytes, u64 base, u64 length) {
@@ -70,7 +75,7 @@ EW_API int ew_hca_revoke(ew_hca* hca, u32 key) {
   if (!hca->mkeys.erase(key)) return ew_fail(-ENOENT, "key %#x is not registered", key);
   bool unused = true;
   for (ew_window* window : hca->windows)
-    for (u32 i = 0; i < window->page->num_keys; ++i)
+    for (u32 i = 0; i < num_entries(window->page); ++i)
       if (window->lkeys[i] == key && window->page->keys[i].valid) {
         revoke_entry(&window->page->keys[i]);
         unused &= wait_unused(&window->page->keys[i], kRevokeTimeoutNs);
@@ -119,12 +124,13 @@ EW_API int ew_window_publish(ew_window* window, u32 key, u32 fd_idx, u64 fd_offs
   if (found == window->hca->mkeys.end()) return ew_fail(-ENOENT, "key %#x is not registered", key);
   WindowPage* page = window->page;
   WindowKey* slot = nullptr;
-  for (u32 i = 0; i < page->num_keys && !slot; ++i)
+  for (u32 i = 0; i < num_entries(page) && !slot; ++i)
     if (!page->keys[i].valid && __atomic_load_n(&page->keys[i].in_use, __ATOMIC_ACQUIRE) == 0) slot = &page->keys[i];
   if (!slot) {
-    if (page->num_keys == kMaxWindowKeys) return ew_fail(-ENOSPC, "a window holds at most %u keys", kMaxWindowKeys);
-    slot = &page->keys[page->num_keys];
-    __atomic_store_n(&page->num_keys, page->num_keys + 1, __ATOMIC_RELEASE);
+    const u32 count = num_entries(page);
+    if (count == kMaxWindowKeys) return ew_fail(-ENOSPC, "a window holds at most %u keys", kMaxWindowKeys);
+    slot = &page->keys[count];
+    __atomic_store_n(&page->num_keys, count + 1, __ATOMIC_RELEASE);
   }
   window->lkeys[slot - page->keys] = key;
   slot->key = *rkey = random_key();
@@ -139,7 +145,7 @@ EW_API int ew_window_publish(ew_window* window, u32 key, u32 fd_idx, u64 fd_offs
 // peer stopped in the middle of a write; the memory must then not be reused.
 EW_API int ew_window_revoke(ew_window* window, u32 rkey, u64 timeout_ns) {
   WindowPage* page = window->page;
-  for (u32 i = 0; i < page->num_keys; ++i) {
+  for (u32 i = 0; i < num_entries(page); ++i) {
     WindowKey* key = &page->keys[i];
     if (key->key != rkey || !key->valid) continue;
     revoke_entry(key);
@@ -154,8 +160,8 @@ EW_API void ew_window_destroy(ew_window* window) {
     auto& all = window->hca->windows;
     all.erase(std::remove(all.begin(), all.end(), window), all.end());
   }
-  for (u32 i = 0; i < window->page->num_keys; ++i) revoke_entry(&window->page->keys[i]);
-  for (u32 i = 0; i < window->page->num_keys; ++i) wait_unused(&window->page->keys[i], kRevokeTimeoutNs);
+  for (u32 i = 0; i < num_entries(window->page); ++i) revoke_entry(&window->page->keys[i]);
+  for (u32 i = 0; i < num_entries(window->page); ++i) wait_unused(&window->page->keys[i], kRevokeTimeoutNs);
   munmap(window->page, sizeof(WindowPage));
   close(window->fd);
   delete window;
