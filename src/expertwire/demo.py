@@ -126,7 +126,10 @@ def whole_model(
     """The same generation and logits from the model in one piece, experts and all."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    from .transformers import quiet
+
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     generate(model, tokenizer, prompt, max_new_tokens=2, seed=seed)
     local = generate(
         model, tokenizer, prompt, max_new_tokens=max(len(remote.token_ids), 1), seed=seed
@@ -198,7 +201,7 @@ def report(out: Any, result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=out)
+    console = Console(file=out, width=None if out.isatty() else 100)
     same = "equal" if result["equal_tokens"] else "DIFFERENT"
     console.print(
         f"\ngreedy token ids: [bold]{same}[/bold] to the local model's "

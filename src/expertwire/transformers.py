@@ -114,9 +114,7 @@ def load(
         with open_weights(file):
             pass  # damage is reported with the file's name, before anything is built
     classes = {type(module) for _, module in expert_modules(config)}
-    if progress is not None:
-        progress(0, 1)
-    with no_expert_parameters(classes), _quiet():
+    with no_expert_parameters(classes), quiet():
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=kind, experts_implementation=NAME, output_loading_info=True
@@ -128,7 +126,8 @@ def load(
     if missing:
         raise CheckpointError(f"{path}: tensors are missing: {', '.join(sorted(missing)[:5])}")
     if progress is not None:
-        progress(1, 1)
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+        progress(num_bytes, num_bytes)
     return attach(model.eval(), client)
 
 
@@ -158,7 +157,7 @@ def no_expert_parameters(classes: Collection[type]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Without the warning that lists every expert tensor as unexpected, and its progress bar."""
     from transformers.utils import logging as hf_logging
 
