@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -11,8 +13,16 @@ import torch
 from .errors import ConfigError
 
 # Batch-invariant mode: a matrix product has at most this many rows, and at least as many as it
-# takes for a row's bits to be the same whatever the count (found at start, see _find_min_rows).
+# takes for a row's bits to be the same whatever the count (found at start, ExpertShard._limits).
 MAX_ROWS = 64
+# A group of more rows is cut into pieces of at least this many.
+MIN_PIECE = (MAX_ROWS + 1) // 2
+# Activations work on SIMD vectors and do the rest of a run of elements one by one, which rounds
+# differently. Where a run ends must therefore not depend on the batch:
+SIMD_ELEMENTS = 64  # a row of a multiple of this many elements leaves no rest, in any dtype
+DEFAULT_GATES = ("transformers.integrations.moe", f"{__package__}.plain_experts")
+SILU = torch.nn.SiLU()
+GRAIN_ELEMENTS = 32768  # torch splits larger tensors among threads, anywhere (at::internal)
 
 
 def parse_experts(text: str, num_experts: int) -> list[int]:
@@ -55,38 +65,60 @@ class ExpertLayer:
         none = [None] * len(self._first)
         self._first_bias = list(parts.get(f"{first}_bias", none))
         self._down_bias = list(parts.get("down_proj_bias", none))
+        self._width = self._first[0].shape[1] if self._first else 0
+        # The default gate with silu reads halves of rows in one go, so a run of elements is a row,
+        # whatever its width.
+        plain = self._has_gate and getattr(gate, "__module__", "") in DEFAULT_GATES
+        plain = plain and "silu" in type(getattr(module, "act_fn", SILU)).__name__.lower()
+        inner = self._width // (2 if self._has_gate else 1)
+        self._by_row = not plain and inner % SIMD_ELEMENTS != 0
 
-    def forward(self, expert_idx: int, rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, expert_idx: int, rows: torch.Tensor, batch_invariant: bool = False
+    ) -> torch.Tensor:
         """rows [N, H] -> unweighted outputs [N, H] of one held expert (index, not id)."""
-        return self.forward_groups([(expert_idx, 0, rows.shape[0])], rows)
+        return self.forward_groups([(expert_idx, 0, rows.shape[0])], rows, batch_invariant)
 
     def forward_groups(
-        self, groups: Sequence[tuple[int, int, int]], rows: torch.Tensor
+        self, groups: Sequence[tuple[int, int, int]], rows: torch.Tensor,
+        batch_invariant: bool = False,
     ) -> torch.Tensor:
         """rows [N, H] -> unweighted outputs [N, H]; groups of (held expert, begin, end) rows.
 
         One product per group and projection. With more than two groups the gate runs once over
-        all rows; with fewer, skipping the copies is faster.
+        all rows; with fewer, skipping the copies is faster. batch_invariant: the gate runs over
+        so few rows at a time that a row's result does not depend on the others.
         """
+        gate = self._activate if batch_invariant else self._gate
         if len(groups) == 1:
-            return self._one(groups[0][0], rows)
+            i = groups[0][0]
+            middle = gate(product(rows, self._first[i], self._first_bias[i]))
+            return product(middle, self._down[i], self._down_bias[i])
         output = torch.empty_like(rows)
         if len(groups) == 2:
             for i, begin, end in groups:
-                middle = self._gate(product(rows[begin:end], self._first[i], self._first_bias[i]))
+                middle = gate(product(rows[begin:end], self._first[i], self._first_bias[i]))
                 product(middle, self._down[i], self._down_bias[i], output[begin:end])
             return output
-        middle = rows.new_empty((rows.shape[0], self._first[0].shape[1]))
+        middle = rows.new_empty((rows.shape[0], self._width))
         for i, begin, end in groups:
             product(rows[begin:end], self._first[i], self._first_bias[i], middle[begin:end])
-        middle = self._gate(middle)
+        middle = gate(middle)
         for i, begin, end in groups:
             product(middle[begin:end], self._down[i], self._down_bias[i], output[begin:end])
         return output
 
-    def _one(self, i: int, rows: torch.Tensor) -> torch.Tensor:
-        middle = self._gate(product(rows, self._first[i], self._first_bias[i]))
-        return product(middle, self._down[i], self._down_bias[i])
+    def _activate(self, middle: torch.Tensor) -> torch.Tensor:
+        """The gate, such that where SIMD runs end in a row is the same in every batch."""
+        if self._by_row:
+            most = 1
+        elif torch.get_num_threads() == 1:
+            return self._gate(middle)
+        else:
+            most = max(1, (GRAIN_ELEMENTS - 1) // self._width)
+        if middle.shape[0] <= most:
+            return self._gate(middle)
+        return torch.cat([self._gate(part) for part in middle.split(most)])
 
     def num_bytes(self) -> int:
         return sum(w.numel() * w.element_size() for w in [*self._first, *self._down])
@@ -105,7 +137,6 @@ class ExpertShard:
         self.experts = list(experts)
         self.hidden_size = hidden_size
         self.dtype = dtype
-        self.min_rows = self._find_min_rows()
 
     @property
     def num_layers(self) -> int:
@@ -117,23 +148,58 @@ class ExpertShard:
         """Unweighted expert outputs of rows that are grouped by expert.
 
         rows: [N, H] in the shard's dtype, contiguous; rows offsets[i] to offsets[i + 1] belong to
-        self.experts[i]. batch_invariant: every group that is not empty has at least `min_rows`
-        rows (the gather kernel pads it), and goes in pieces of at most MAX_ROWS; a row's result
-        then depends on the row alone. Returns [N, H].
+        self.experts[i]. Returns [N, H].
+
+        batch_invariant: a row's result bits depend on the row and its expert alone, not on N, the
+        row's place, or other rows. Every group that is not empty must have at least `min_rows`
+        rows (the gather kernel pads it). A group goes in pieces of min_rows to MAX_ROWS rows, for
+        which the matrix library was seen to give a row the same bits (see `_limits`), and
+        activations go in parts of whole rows. Raises ConfigError for a smaller group.
         """
+        if not batch_invariant:
+            ends = pairwise(offsets)
+            groups = [(i, a, b) for i, (a, b) in enumerate(ends) if a != b]
+            return self.layers[layer].forward_groups(groups, rows)
+        min_rows, max_rows, num_threads = self._limits
         groups = []
-        for i in range(len(offsets) - 1):
-            begin, end = offsets[i], offsets[i + 1]
+        begin = offsets[0]
+        for i, end in enumerate(offsets[1:]):
             if begin == end:
                 continue
-            if batch_invariant and end - begin < self.min_rows:
-                raise ConfigError(
-                    f"a group of {end - begin} rows; batch-invariant mode needs {self.min_rows}"
-                )
-            pieces = -(-(end - begin) // MAX_ROWS) if batch_invariant else 1
-            edges = [begin + (end - begin) * p // pieces for p in range(pieces + 1)]
-            groups += [(i, a, b) for a, b in pairwise(edges)]
-        return self.layers[layer].forward_groups(groups, rows)
+            count = end - begin
+            if count <= max_rows:
+                if count < min_rows:
+                    raise ConfigError(
+                        f"a group of {count} rows; batch-invariant mode needs {min_rows}"
+                    )
+                groups.append((i, begin, end))
+            else:
+                pieces = -(-count // max_rows)
+                edges = [begin + count * p // pieces for p in range(pieces + 1)]
+                groups += [(i, a, b) for a, b in pairwise(edges)]
+            begin = end
+        with threads(num_threads):
+            return self.layers[layer].forward_groups(groups, rows, True)
+
+    @property
+    def min_rows(self) -> int:
+        """Batch-invariant mode: rows that a group has at least. Found at the first look."""
+        return self._limits[0]
+
+    @functools.cached_property
+    def _limits(self) -> tuple[int, int, int]:
+        """(rows of a product at least, at most, torch threads), kept from the first look on.
+
+        With several threads the matrix library may cut products differently for every count. If
+        no range of counts is wide enough to cut larger groups into, one thread computes; if that
+        is not enough either, every row is a product of its own.
+        """
+        for num_threads in (torch.get_num_threads(), 1):
+            with threads(num_threads):
+                min_rows = self._find_min_rows()
+            if min_rows <= MIN_PIECE:
+                return min_rows, MAX_ROWS, num_threads
+        return 1, 1, 1
 
     def _find_min_rows(self) -> int:
         """The least M for which products of M to MAX_ROWS rows all give a row the same bits.
@@ -145,16 +211,31 @@ class ExpertShard:
             return 1
         generator = torch.Generator().manual_seed(1)
         rows = torch.randn(MAX_ROWS, self.hidden_size, generator=generator).to(self.dtype)
+        layer = self.layers[0]
         with torch.inference_mode():
-            expected = self.layers[0].forward(0, rows)
+            expected = layer.forward(0, rows, True)
             for count in range(MAX_ROWS - 1, 0, -1):
                 # At the front and at the back of the batch: the place must not matter either.
-                front = self.layers[0].forward(0, rows[:count])
-                back = self.layers[0].forward(0, rows[-count:])
+                front = layer.forward(0, rows[:count], True)
+                back = layer.forward(0, rows[-count:], True)
                 if not (torch.equal(front, expected[:count])
                         and torch.equal(back, expected[-count:])):
                     return count + 1
         return 1
+
+
+@contextlib.contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    """Torch computes with this many threads inside; changing the number costs 0.2 us."""
+    before = torch.get_num_threads()
+    if before == num_threads:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def product(

@@ -75,7 +75,7 @@ def open_link(
         if memory.num_bytes < shape.num_slots * shape.request_slot_bytes:
             raise HandleError(f"server {server.server_id} offers less memory than was agreed")
         endpoint.connect(ConnectionHandle.unpack(parse_hex(reply, "connection")), memory, fds)
-    except ExpertwireError:
+    except (ExpertwireError, OSError):
         channel.close()
         if endpoint is not None:
             endpoint.close()

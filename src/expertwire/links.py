@@ -155,7 +155,7 @@ class Links:
                 client_name=self._name, shape=self.shape, config=self._config,
                 fingerprint=server.model["fingerprint"],
             )
-        except (ExpertwireError, OSError) as err:
+        except (ExpertwireError, OSError, KeyError, TypeError, ValueError) as err:
             self.refusals[server.server_id] = str(err)
             self._retry_at[server.server_id] = (time.monotonic() + pause, min(pause * 2, 5.0))
             log.info("connecting to server %s failed: %s", server.server_id, err)

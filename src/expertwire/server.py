@@ -60,6 +60,8 @@ class Server:
         self._started = False
         self._clients: list[ClientLink] = []
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._admitting: set[Channel] = set()  # connections whose request is being answered
+        self._admitting_changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self.error: BaseException | None = None
 
@@ -139,6 +141,14 @@ class Server:
             self.hca.interrupt()
             for thread in self._threads:
                 thread.join(10)
+            with self._admitting_changed:  # nobody may make queue pairs once the HCA closes
+                for channel in self._admitting:
+                    channel.close()
+                self._admitting_changed.wait_for(
+                    lambda: not self._admitting, HANDSHAKE_SECONDS + 1
+                )
+            while self._inbox:
+                self._inbox.popleft()()
             for link in self._clients:
                 link.close()
             self._clients.clear()
@@ -185,19 +195,30 @@ class Server:
             threading.Thread(target=self._admit, args=(channel,), daemon=True).start()
 
     def _admit(self, channel: Channel) -> None:
+        with self._admitting_changed:
+            if self._stop.is_set():
+                channel.close()
+                return
+            self._admitting.add(channel)
         try:
             link = admit(
                 self.hca, channel, model=self.model, server_id=self.server_id, config=self.config,
                 timeout=HANDSHAKE_SECONDS,
             )
+            self._post(lambda: self._add(link))
         except ExpertwireError as err:
             log.info("refused a client: %s", err)
             return
-        self._post(lambda: self._add(link))
+        finally:
+            with self._admitting_changed:
+                self._admitting.discard(channel)
+                self._admitting_changed.notify_all()
         try:
             while not self._stop.is_set():
                 try:
-                    channel.recv(None)  # a client says nothing more: this ends by end-of-file
+                    _, fds = channel.recv(None)  # a client says nothing more: end-of-file ends it
+                    for fd in fds:
+                        os.close(fd)
                 except WaitTimeout:
                     continue
         except (ExpertwireError, OSError):

@@ -8,7 +8,8 @@ from tests.families import FAMILIES, make_model, save_model
 
 from expertwire.checkpoint import load_experts, pluggable
 from expertwire.errors import ConfigError
-from expertwire.experts import MAX_ROWS, ExpertShard, parse_experts
+from expertwire.experts import MAX_ROWS, ExpertLayer, ExpertShard, parse_experts, threads
+from expertwire.plain_experts import PlainExperts
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -138,3 +139,72 @@ def test_biases_of_gpt_oss_count(tmp_path):
         after = run_padded(shard, {0: rows, 1: rows})
         assert torch.equal(before[0], after[0])
         assert not torch.allclose(before[1], after[1], atol=1e-3)
+
+
+class SigmoidExperts(PlainExperts):
+    """A family with a gate of its own, whose steps run over whole batches at once."""
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.sigmoid(gate * 1.5) * up
+
+
+def random_shard(kind: type[PlainExperts], hidden: int, inner: int) -> ExpertShard:
+    """Four fp32 experts of any size."""
+    generator = torch.Generator().manual_seed(3)
+    parts = {
+        "gate_up_proj": torch.randn(4, 2 * inner, hidden, generator=generator) / hidden**0.5,
+        "down_proj": torch.randn(4, hidden, inner, generator=generator) / inner**0.5,
+    }
+    return ExpertShard([ExpertLayer(kind(4, hidden, inner), parts)], range(4), hidden,
+                       torch.float32)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("kind, hidden, inner", [
+    (PlainExperts, 96, 1000), (PlainExperts, 64, 24), (SigmoidExperts, 64, 21),
+    (SigmoidExperts, 33, 1030),
+])
+def test_bits_with_odd_widths_and_threads(kind, hidden, inner, num_threads):
+    """Threads and SIMD both cut tensors somewhere: never where it depends on the batch."""
+    with threads(num_threads):
+        shard = random_shard(kind, hidden, inner)
+        rows = random_rows(200, hidden, torch.float32)
+        alone = [[run_padded(shard, {e: rows[r : r + 1]})[e][0] for r in range(200)]
+                 for e in range(2)]
+        for count in [1, 2, 5, 31, 32, 33, 63, 64, 65, 100, 129, 200]:
+            for groups in ({0: rows[:count]}, {0: rows[:count], 1: rows[-count:]},
+                           {0: rows[:count], 1: rows[-count:], 3: rows[:7]}):
+                got = run_padded(shard, groups)
+                assert all(torch.equal(got[0][r], alone[0][r]) for r in range(count))
+                if 1 in groups:
+                    assert all(
+                        torch.equal(got[1][-r], alone[1][-r]) for r in range(1, count + 1)
+                    )
+
+
+def test_a_library_that_cuts_every_count_differently(monkeypatch):
+    """No range of counts is left: one thread is tried, then every row is a product of its own."""
+    seen = []
+
+    def useless(_):
+        seen.append(torch.get_num_threads())
+        return MAX_ROWS
+
+    monkeypatch.setattr(ExpertShard, "_find_min_rows", useless)
+    with threads(3):
+        shard = random_shard(PlainExperts, 16, 32)
+        rows = random_rows(5, 16, torch.float32)
+        out = shard.run(0, rows, [0, 0, 5, 5, 5], True)
+        assert seen == [3, 1] and shard.min_rows == 1 and torch.get_num_threads() == 3
+    with threads(1):
+        each = [shard.layers[0].forward(1, row.unsqueeze(0))[0] for row in rows]
+    assert all(torch.equal(a, b) for a, b in zip(out, each, strict=True))
+
+
+def test_the_self_check_uses_the_threads_of_the_first_look():
+    """A server sets its threads after loading; what is found before would not hold."""
+    with threads(2):
+        shard = random_shard(PlainExperts, 16, 32)
+    with threads(1):
+        assert shard._limits[2] == 1

@@ -47,7 +47,11 @@ def save_more(model_type: str, path: Path):
     config = CONFIG_MAPPING[model_type](**{**COMMON, **MORE[model_type]})
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for _, module in pluggable(model):
+    try:
+        modules = pluggable(model)
+    except CheckpointError:
+        pytest.skip(f"in this transformers {model_type} has no place to plug in")
+    for _, module in modules:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)
     model.save_pretrained(path)
