@@ -37,10 +37,11 @@ class Experts(Protocol):
     """What a server computes with: experts.ExpertShard, or echo.EchoShard."""
 
     echo: bool
-    min_rows: int  # batch-invariant mode: rows that each busy expert's group has at least
-
     @property
     def experts(self) -> Sequence[int]: ...  # ids held here, ascending
+
+    @property
+    def min_rows(self) -> int: ...  # batch-invariant mode: rows of a busy expert's group, at least
 
     def run(
         self, layer: int, rows: torch.Tensor, offsets: Sequence[int], batch_invariant: bool

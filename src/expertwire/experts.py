@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -225,7 +225,7 @@ class ExpertShard:
 
 
 @contextlib.contextmanager
-def threads(num_threads: int) -> Iterator[None]:
+def threads(num_threads: int) -> Generator[None]:
     """Torch computes with this many threads inside; changing the number costs 0.2 us."""
     before = torch.get_num_threads()
     if before == num_threads:
