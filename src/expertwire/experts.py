@@ -65,12 +65,12 @@ class ExpertLayer:
         none = [None] * len(self._first)
         self._first_bias = list(parts.get(f"{first}_bias", none))
         self._down_bias = list(parts.get("down_proj_bias", none))
-        self._width = self._first[0].shape[1] if self._first else 0
+        self.width = self._first[0].shape[1] if self._first else 0
         # The default gate with silu reads halves of rows in one go, so a run of elements is a row,
         # whatever its width.
         plain = self._has_gate and getattr(gate, "__module__", "") in DEFAULT_GATES
         plain = plain and "silu" in type(getattr(module, "act_fn", SILU)).__name__.lower()
-        inner = self._width // (2 if self._has_gate else 1)
+        inner = self.width // (2 if self._has_gate else 1)
         self._by_row = not plain and inner % SIMD_ELEMENTS != 0
 
     def forward(
@@ -100,7 +100,7 @@ class ExpertLayer:
                 middle = gate(product(rows[begin:end], self._first[i], self._first_bias[i]))
                 product(middle, self._down[i], self._down_bias[i], output[begin:end])
             return output
-        middle = rows.new_empty((rows.shape[0], self._width))
+        middle = rows.new_empty((rows.shape[0], self.width))
         for i, begin, end in groups:
             product(rows[begin:end], self._first[i], self._first_bias[i], middle[begin:end])
         middle = gate(middle)
@@ -115,7 +115,7 @@ class ExpertLayer:
         elif torch.get_num_threads() == 1:
             return self._gate(middle)
         else:
-            most = max(1, (GRAIN_ELEMENTS - 1) // self._width)
+            most = max(1, (GRAIN_ELEMENTS - 1) // self.width)
         if middle.shape[0] <= most:
             return self._gate(middle)
         return torch.cat([self._gate(part) for part in middle.split(most)])
@@ -205,7 +205,7 @@ class ExpertShard:
         """The least M for which products of M to MAX_ROWS rows all give a row the same bits.
 
         Matrix libraries promise nothing here; what is usual is one kernel for very few rows and
-        another for the rest. So all counts are tried, on this shard's own first expert.
+        another for the rest. So they are tried, on this shard's own first expert.
         """
         if not self.layers:
             return 1
@@ -214,7 +214,7 @@ class ExpertShard:
         layer = self.layers[0]
         with torch.inference_mode():
             expected = layer.forward(0, rows, True)
-            for count in range(MAX_ROWS - 1, 0, -1):
+            for count in tried_counts(self.hidden_size * layer.width):
                 # At the front and at the back of the batch: the place must not matter either.
                 front = layer.forward(0, rows[:count], True)
                 back = layer.forward(0, rows[-count:], True)
@@ -222,6 +222,14 @@ class ExpertShard:
                         and torch.equal(back, expected[-count:])):
                     return count + 1
         return 1
+
+
+def tried_counts(num_elements: int) -> Sequence[int]:
+    """Row counts to compare, descending: all of them, or, where one product takes long (a weight of
+    num_elements), those at which libraries change kernels."""
+    if num_elements <= 1 << 20:
+        return range(MAX_ROWS - 1, 0, -1)
+    return (63, 48, 33, 32, 31, 17, 16, 15, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 
 
 @contextlib.contextmanager
