@@ -48,7 +48,7 @@ def demo(
     model: Annotated[str | None, typer.Option(help="checkpoint folder; default: the shipped one")]
     = None,
     seed: Annotated[int, typer.Option(help="random seed")] = 0,
-    tokens: Annotated[int, typer.Option(help="tokens to generate")] = 96,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 96,
     picture: Annotated[str, typer.Option(help="where to write the timeline")]
     = "expertwire-demo.svg",
     as_json: JsonOption = False,
@@ -90,8 +90,8 @@ def serve(
     registry: RegistryOption = DEFAULT_REGISTRY,
     name: Annotated[str | None, typer.Option(help="name shown in status")] = None,
     dtype: DtypeOption = None,
-    threads: Annotated[int | None, typer.Option(help="torch threads")] = None,
-    of: Annotated[int | None, typer.Option(help="with --experts auto: how many servers share")]
+    threads: Annotated[int | None, typer.Option(min=1, help="torch threads")] = None,
+    of: Annotated[int | None, typer.Option(min=1, help="with --experts auto: how many share")]
     = None,
     batch_invariant: Annotated[bool, typer.Option(help="same bits whatever else is in a batch")]
     = True,
@@ -106,8 +106,8 @@ def serve(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
         config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant),
     )
-    stop_on_signals(server.close)
     server.start()
+    stop_on_signals(server.close)
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
     wait_for(lambda: run_server(server))
@@ -118,11 +118,11 @@ def generate(
     model: Annotated[str, typer.Argument(help="Hugging Face checkpoint folder")],
     prompt: Annotated[str, typer.Argument(help="text to continue")],
     registry: RegistryOption = DEFAULT_REGISTRY,
-    tokens: Annotated[int, typer.Option(help="tokens to generate")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="random seed")] = None,
     dtype: DtypeOption = None,
-    timeout: Annotated[float, typer.Option(help="seconds to wait for servers")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with remote experts."""
@@ -146,7 +146,7 @@ def openai(
     port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
     dtype: DtypeOption = None,
     continuous_batching: Annotated[bool, typer.Option(help="batch requests as they come")] = True,
-    timeout: Annotated[float, typer.Option(help="seconds to wait for servers")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
 ) -> None:
     """Run transformers' OpenAI-compatible server with remote experts."""
     from .control import load_token, parse_address

@@ -65,6 +65,8 @@ class Handle:
         Raises NoServerError, ServerLostError, WaitTimeout, RejectedError or HcaError.
         """
         with self._client.lock:
+            if self.num_open and self._client.closed:
+                raise ConfigError("the client was closed before this batch was combined")
             while self.num_open:
                 self._client.finish_oldest()
         if self.error is not None:
@@ -112,7 +114,7 @@ class Client:
         self.num_retries = 0
         self.trace: list | None = None  # set to a list to record flight spans (collect.py)
         self._seq = 0
-        self._closed = False
+        self.closed = False
         address = registry if isinstance(registry, str) else registry.address
         token = load_token() if token is None else token
         self.hca = open_hca("soft")
@@ -200,9 +202,9 @@ class Client:
 
     def close(self) -> None:
         """Leaves: closes connections, threads and shared memory. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.membership.on_change = None
         with self.lock:
             self.links.close()
@@ -230,7 +232,7 @@ class Client:
     def _check(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> RoutingTable:
-        if self._closed:
+        if self.closed:
             raise ConfigError("the client is closed")
         table = self.links.table
         if not table.links:
@@ -271,7 +273,8 @@ class Client:
 
     def _issue_queued(self, table: RoutingTable) -> None:
         while self._queued and self._free:
-            chunk, flight = self._queued.popleft(), self._free.popleft()
+            # The slot freed last: its memory is still in the caches, at both ends.
+            chunk, flight = self._queued.popleft(), self._free.pop()
             if chunk.handle.error is not None:
                 self._end_chunk(flight, chunk, None)
                 continue
@@ -279,6 +282,9 @@ class Client:
                 self.issue(flight, chunk, table)
             except ExpertwireError as err:
                 self._end_chunk(flight, chunk, err)
+            except BaseException as err:  # interrupted: the slot must not be lost
+                self._end_chunk(flight, chunk, ExpertwireError(f"batch abandoned: {err!r}"))
+                raise
             else:
                 self.in_flight.append(flight)
 

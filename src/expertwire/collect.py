@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .client import Chunk, Client
     from .flight import Flight
 
+SLICE_NS = 100_000_000  # longest native wait
 MAX_TRIES = 8  # a chunk is sent at most this often before its last error is raised
 
 
@@ -80,13 +81,17 @@ def wait_replies(client: Client, flight: Flight) -> None:
     flight.arrivals[:] = 0
     while True:
         left = max(0, start + timeout_ns - time.perf_counter_ns())
-        code = flight.wait(client.hca.pointer, client.spin_ns, left)
+        # In slices, so that a signal (Ctrl-C) gets its turn soon.
+        code = flight.wait(client.hca.pointer, client.spin_ns, min(left, SLICE_NS))
         if code == 0:
             break
         if code == -errno.EINTR:
             raise_if_lost(flight)
         elif code == -errno.ETIMEDOUT:
-            raise_timeout(client, flight)
+            if client.closed:
+                raise ConfigError("the client was closed while a batch was waiting")
+            if left <= SLICE_NS:
+                raise_timeout(client, flight)
         else:
             raise HcaError(f"waiting for replies failed: {last_error()}")
     arrivals = flight.arrivals.tolist()

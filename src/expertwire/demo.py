@@ -150,7 +150,11 @@ def draw_decode_step(path: str, trace: list[dict], token_times_ns: list[int]) ->
     spans = median_step_spans(trace, token_times_ns)
     if not spans:
         return None
-    draw_step(path, spans, "One decode step: attention here, experts in other processes")
+    try:
+        draw_step(path, spans, "One decode step: attention here, experts in other processes")
+    except OSError as err:
+        print(f"expertwire: no picture: {err}; choose another --picture", file=sys.stderr)
+        return None
     return os.path.abspath(path)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .errors import ConfigError
+
 
 @dataclass
 class Generation:
@@ -67,6 +69,8 @@ def generate(
 
     stream: a text file to print to while tokens come, or None.
     """
+    if not prompt:
+        raise ConfigError("the prompt is empty; give some text to continue")
     inputs = tokenizer(prompt, return_tensors="pt")
     streamer = TokenStreamer(tokenizer, stream)
     options: dict[str, Any] = {"do_sample": False}

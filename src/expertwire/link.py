@@ -48,7 +48,9 @@ def open_link(
     Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
     the server refuses (another model, sizes beyond its limits).
     """
-    channel = connect_unix(server.address, token, config.connect_timeout)
+    # One stalled server must not keep the others from being connected to.
+    timeout = min(config.connect_timeout / 2, 2.0)
+    channel = connect_unix(server.address, token, timeout)
     endpoint = None
     try:
         endpoint = Endpoint(
@@ -65,7 +67,7 @@ def open_link(
             "memory": endpoint.memory_handle().pack().hex(),
         }
         channel.send(request, endpoint.fds())
-        reply, fds = channel.recv(config.connect_timeout)
+        reply, fds = channel.recv(timeout)
         if reply.get("type") == "error":
             raise ConfigError(f"server {server.server_id} refused the connection: "
                               f"{reply.get('reason', 'no reason given')}")
@@ -75,7 +77,7 @@ def open_link(
         if memory.num_bytes < shape.num_slots * shape.request_slot_bytes:
             raise HandleError(f"server {server.server_id} offers less memory than was agreed")
         endpoint.connect(ConnectionHandle.unpack(parse_hex(reply, "connection")), memory, fds)
-    except (ExpertwireError, OSError):
+    except (ExpertwireError, OSError, KeyError, TypeError, ValueError):
         channel.close()
         if endpoint is not None:
             endpoint.close()

@@ -86,7 +86,7 @@ class Links:
         self._stop = True
         self.wake()
         if self._thread.is_alive():
-            self._thread.join(self._config.connect_timeout + 5)
+            self._thread.join(2 * self._config.connect_timeout + 1)
         for link in [*self._links.values(), *self.retired]:
             link.close()
         self._links.clear()
@@ -138,8 +138,11 @@ class Links:
         for server in present.values():
             if self._stop:
                 return
-            if server.server_id not in self._links and not server.draining:
-                changed |= self._try_connect(selector, server)
+            if server.server_id in self._links or server.draining:
+                continue
+            if self._try_connect(selector, server):
+                changed = True
+                self._publish(members.epoch)  # usable at once, while others are still connected to
         if changed or members.epoch != self.table.epoch:
             self._publish(members.epoch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -34,6 +35,7 @@ def load_progress(label: str) -> Callable[[int, int], None]:
                    TimeElapsedColumn(), console=console)
     task = bar.add_task(label, total=None)
     bar.start()
+    atexit.register(bar.stop)  # a load that fails must not leave the terminal without a cursor
 
     def update(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)

@@ -87,12 +87,12 @@ class Server:
         """Begins to listen, registers, and serves in background threads."""
         if self._started:
             raise ConfigError("the server was started already")
-        self._started = True
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
-        self.hca = open_hca("soft")
         self.batcher = Batcher(self.shard, self.model, self.config)
         self._listener = listen_unix(self._token)
+        self.hca = open_hca("soft")
+        self._started = True
         self.lease = Lease(
             self.registry_address, self._token,
             {

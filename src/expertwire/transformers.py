@@ -17,7 +17,14 @@ import transformers
 from safetensors import SafetensorError
 from transformers.integrations.moe import ExpertsInterface
 
-from .checkpoint import expert_modules, open_weights, pluggable, read_config, weight_files
+from .checkpoint import (
+    expert_modules,
+    fingerprint,
+    open_weights,
+    pluggable,
+    read_config,
+    weight_files,
+)
 from .errors import CheckpointError, ConfigError
 from .message import dtype_of
 
@@ -113,6 +120,11 @@ def load(
     for file in weight_files(path):
         with open_weights(file):
             pass  # damage is reported with the file's name, before anything is built
+    if info and info.get("fingerprint") and info["fingerprint"] != fingerprint(path):
+        raise ConfigError(
+            f"{path} is not the model that the servers serve ({info.get('name')}); give both the "
+            "same checkpoint"
+        )
     classes = {type(module) for _, module in expert_modules(config)}
     with no_expert_parameters(classes), quiet():
         try:
