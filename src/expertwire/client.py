@@ -165,6 +165,7 @@ class Client:
     ) -> Handle:
         """`dispatch` without waking the engine's thread: whoever waits next drives the engine."""
         with self.lock:
+            self._close_retired()  # before the table is read: what is retired is in no new table
             table = self._check(layer, hidden, topk_ids, topk_weights)
             batch = Batch(hidden, topk_ids, topk_weights, self.config.fp8)
             handle = Handle(self, layer, batch)
@@ -172,7 +173,6 @@ class Client:
                 end = min(begin + self.config.max_rows, hidden.shape[0])
                 self._queued.append(Chunk(handle, begin, end))
                 handle.num_open += 1
-            self._close_retired()
             self._issue_queued(table)
             if handle.error is not None and handle.num_open == 0:
                 raise handle.error
@@ -299,6 +299,7 @@ class Client:
         while True:
             start = time.perf_counter_ns()
             self._fill(flight, chunk, table, slots)
+            filled = time.perf_counter_ns()
             flight.launch_send.run(self.engines)
             if flight.missing_expert.value < 0:
                 break
@@ -317,7 +318,7 @@ class Client:
         if not self.config.do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
             for s in flight.waiting:
                 table.links[s].endpoint.notify()
-        collect.sent(self, flight, start)
+        collect.sent(self, flight, start, filled)
 
     def _fill(self, flight: Flight, chunk: Chunk, table: RoutingTable, slots: SlotShape) -> None:
         """Everything that changes from batch to batch in the kernels' arguments."""

@@ -162,8 +162,11 @@ def combine(client: Client, flight: Flight, chunk: Chunk) -> None:
     raise_for_status(flight)
 
 
-def sent(client: Client, flight: Flight, start: int) -> None:
-    """Notes how long the stages of sending took; `start` is a perf_counter time in ns."""
+def sent(client: Client, flight: Flight, start: int, filled: int) -> None:
+    """Notes how long the stages of sending took.
+
+    start, filled: perf_counter times in ns, before and after the arguments were filled in.
+    """
     launch = flight.launch_send
     route, pack, put = (launch.elapsed_ns(i) for i in range(3))
     client.times.add("route", route)
@@ -171,10 +174,10 @@ def sent(client: Client, flight: Flight, start: int) -> None:
     client.times.add("put", put)
     client.times.add("send", time.perf_counter_ns() - start)
     if client.trace is not None:
-        put_start = flight.issued_ns - put
+        routed = filled + route  # the put's end includes what the HCA sent at once
         client.trace.append({
             "kind": "send", "layer": flight.shape.layer, "start_ns": start,
-            "routed_ns": put_start - pack, "packed_ns": put_start, "put_ns": flight.issued_ns,
+            "routed_ns": routed, "packed_ns": routed + pack, "put_ns": flight.issued_ns,
         })
 
 

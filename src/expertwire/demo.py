@@ -47,6 +47,7 @@ def run_demo(
     from .checkpoint import inspect_model
 
     out = None if quiet else sys.stdout
+    torch.set_num_threads(1)  # as the servers: the processes share the cores, the model is small
     path = model_path or demo_model_path()
     info = inspect_model(path)
     shares = split_experts(info.num_experts, num_servers)

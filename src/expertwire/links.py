@@ -125,13 +125,18 @@ class Links:
     def _follow(self, selector: selectors.BaseSelector, members: Members) -> None:
         present = {server.server_id: server for server in members.servers}
         changed = False
+        gone: list[ServerLink] = []
         for server_id, link in list(self._links.items()):
             if link.lost or server_id not in present:
                 if link.channel.fileno() in selector.get_map():
                     selector.unregister(link.channel)
                 del self._links[server_id]
-                self.retired.append(link)
+                gone.append(link)
                 changed = True
+        if gone:
+            # First no table holds them, then they may be closed: never the other way round.
+            self._publish(members.epoch)
+            self.retired += gone
         for server_id in [s for s in self._retry_at if s not in present]:
             del self._retry_at[server_id]
             self.refusals.pop(server_id, None)
