@@ -222,4 +222,19 @@ class IbgdaRunArgs(ctypes.Structure):
     )
 
 
+# Every kernel of the device code and the structure that it takes by value.
+KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
+    "client_route": ClientRouteArgs,
+    "client_pack": ClientPackArgs,
+    "client_put_ibgda": ClientPutArgs,
+    "client_put_direct": ClientPutArgs,
+    "client_put_sequential": ClientPutArgs,
+    "client_combine": ClientCombineArgs,
+    "server_poll": ServerPollArgs,
+    "server_gather": ServerGatherArgs,
+    "server_reply_ibgda": ServerReplyArgs,
+    "server_reply_direct": ServerReplyArgs,
+    "ibgda_run": IbgdaRunArgs,
+}
+
 MISSING = c_int32(-1).value
