@@ -181,7 +181,8 @@ class ServerPollArgs(ctypes.Structure):
     _fields_ = (
         ("slots", c_uint64), ("messages", c_uint64), ("slot_state", c_uint64),
         ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_pairs", c_uint64),
-        ("layer", c_uint64), ("model", ServerModel), ("num_slots", c_uint32),
+        ("layer", c_uint64), ("timeout_ns", c_uint64), ("model", ServerModel),
+        ("num_slots", c_uint32),
         ("first_slot", c_uint32), ("max_messages", c_uint32), ("max_rows", c_uint32),
     )
 

@@ -46,8 +46,8 @@ void engine_loop(ew_hca* hca) {
       continue;
     }
     const u64 idle = monotonic_ns() - idle_since;
-    if (idle < kEngineSpinNs) {
-      relax(idle);
+    if (hca->never_sleeps || idle < kEngineSpinNs) {
+      relax(hca->never_sleeps ? 0 : idle);
       continue;
     }
     hca->asleep.store(1, std::memory_order_seq_cst);

@@ -1,0 +1,29 @@
+"""CPU and GPU make the same bytes: entries, doorbells, messages, batches, replies, results."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from expertwire.target import CpuTarget
+from tests.steps import CASES, differences, make_step, run_step
+
+
+@functools.cache
+def on_cpu(name: str) -> dict:
+    return run_step(make_step(CpuTarget(), name, seed=11)[0])
+
+
+@pytest.mark.parametrize(("grid", "warps"), [(1, 1), (1, 8), (64, 32)])
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_of_a_step(gpu, name, grid, warps):
+    seen = run_step(make_step(gpu, name, seed=11)[0], grid=grid, warps=warps)
+    assert seen["status"] == (0,) * 7
+    assert differences(on_cpu(name), seen) == []
+
+
+def test_a_difference_would_be_seen(gpu):
+    seen = run_step(make_step(gpu, "three servers, sums", seed=12)[0])
+    names = differences(on_cpu("three servers, sums"), seen)
+    assert {"request 0", "recv 0", "reply 0", "output"} <= set(names)
