@@ -113,8 +113,10 @@ class Flight:
         assert end.remote is not None, "routing to a server that is not connected"
         entry.request_slot_bytes = slots.request_slot_bytes
         entry.reply_slot_bytes = slots.reply_slot_bytes
-        entry.send_addr = end.send.addr + self.slot_idx * slots.request_slot_bytes
-        entry.remote_addr = end.remote.addr + self.slot_idx * slots.request_slot_bytes
+        offset = self.slot_idx * slots.request_slot_bytes
+        entry.in_place = not self.config.do_ibgda
+        entry.send_addr = (end.mapped_addr if entry.in_place else end.send.addr) + offset
+        entry.remote_addr = end.remote.addr + offset
         entry.reply_addr = end.recv.addr + self.slot_idx * slots.reply_slot_bytes
         entry.peer = end.peer_addr
         entry.max_rows, entry.max_pairs = slots.max_rows, slots.max_reply_rows
