@@ -19,6 +19,7 @@ from .device_structs import (
     ClientPackArgs,
     ClientPutArgs,
     ClientRouteArgs,
+    ClientSendArgs,
     ClientServer,
     IbgdaKey,
     IbgdaPeer,
@@ -118,6 +119,7 @@ class LoopbackServer:
         self.output = target.alloc(num_pairs * row_bytes, UNTOUCHED)
         self.expert_rows = target.alloc(num_local * 8)
         self.status = target.alloc(ctypes.sizeof(KernelStatus))
+        self.arrived = target.alloc(4)
         found = self.found.addr
         self.poll = ServerPollArgs(
             slots=self.slot.addr, messages=self.messages.addr, slot_state=self.state.addr,
@@ -141,16 +143,18 @@ class LoopbackServer:
         self.reply_args = ServerReplyArgs(
             slots=self.slot.addr, messages=self.messages.addr,
             pair_position=self.pair_position.addr, pair_reply_row=self.pair_reply_row.addr,
-            expert_output=self.output.addr, status=self.status.addr, num_messages=1,
-            hidden_size=shape.hidden_size, output_type=DATA_TYPES[shape.dtype], server_id=3,
+            expert_output=self.output.addr, status=self.status.addr, found=found,
+            arrived=self.arrived.addr, hidden_size=shape.hidden_size,
+            output_type=DATA_TYPES[shape.dtype], server_id=3,
         )
 
-    def connect(self, client_reply: Block, wire: Wire, signal_mode: int) -> None:
+    def connect(self, client_reply: Block, wire: Wire, signal_mode: int, in_place: bool) -> None:
         slots = self.shape.slots
         self.wire = wire
         self.slot.write(ServerSlot(
             recv_addr=self.recv.addr, recv_slot_bytes=self.recv.num_bytes,
-            reply_addr=self.reply.addr, reply_slot_bytes=self.reply.num_bytes,
+            reply_addr=client_reply.addr if in_place else self.reply.addr,
+            reply_slot_bytes=self.reply.num_bytes, in_place=in_place,
             remote_reply_addr=client_reply.addr, peer=wire.peer.addr, client_id=CLIENT_ID, open=1,
             max_rows=slots.max_rows, max_pairs=slots.max_reply_rows, signal_mode=signal_mode,
         ))
@@ -180,14 +184,16 @@ class Loopback:
 
     hidden: [T, H], fp8 rows with `scales` [T, S]; topk_ids [T, K] int64 or int32; topk_weights
     [T, K] float32. All are copied to the target. offset: bytes that the rows start off alignment.
-    wire: makes one direction from (target, local memory, remote memory, timeout in ns).
+    wire: makes one direction from (target, local memory, remote memory, timeout in ns). in_place:
+    messages and replies are made in the other side's slot, and each launch of the `client_send`
+    kernel takes the next sequence number by itself.
     """
 
     def __init__(
         self, target: Target, shape: StepShape, hidden: torch.Tensor, topk_ids: torch.Tensor,
         topk_weights: torch.Tensor, scales: torch.Tensor | None = None, *, signal_mode: int = 0,
         offset: int = 0, timeout_ns: int = 2_000_000_000,
-        wire: Callable[[Target, Block, Block, int], Wire] = Wire,
+        wire: Callable[[Target, Block, Block, int], Wire] = Wire, in_place: bool = False,
     ):
         self.target, self.shape = target, shape
         slots, num_servers = shape.slots, len(shape.shares)
@@ -209,8 +215,10 @@ class Loopback:
             reply.write(b"\0" * 16, reply.num_bytes - 16)
             to_server = wire(target, send, server.recv, timeout_ns)
             self.wires.append(to_server)
-            server.connect(reply, wire(target, server.reply, reply, timeout_ns), signal_mode)
-            entry.send_addr, entry.request_slot_bytes = send.addr, send.num_bytes
+            to_client = wire(target, server.reply, reply, timeout_ns)
+            server.connect(reply, to_client, signal_mode, in_place)
+            entry.send_addr = server.recv.addr if in_place else send.addr
+            entry.in_place, entry.request_slot_bytes = in_place, send.num_bytes
             entry.remote_addr, entry.peer = server.recv.addr, to_server.peer.addr
             entry.reply_addr, entry.reply_slot_bytes = reply.addr, reply.num_bytes
             entry.max_rows, entry.max_pairs = max_rows, slots.max_reply_rows
@@ -223,6 +231,7 @@ class Loopback:
         self.num_skipped = target.alloc(8)
         self.missing = target.place(np.array([-1], np.int32))
         self.status = target.alloc(ctypes.sizeof(KernelStatus))
+        self.seq, self.arrived = target.alloc(8), target.alloc(4)
         self.row_bytes = hidden.shape[1] * hidden.element_size()
         self.hidden = target.alloc(offset + hidden.shape[0] * self.row_bytes)
         self.hidden.write(hidden.contiguous().view(torch.uint8), offset)
@@ -230,6 +239,8 @@ class Loopback:
         self.scales = target.place(scales if scales is not None else b"\0")
         self.output = target.alloc(max_rows * shape.hidden_size * shape.dtype.itemsize, UNTOUCHED)
         self._make_args(topk_ids, offset, signal_mode, timeout_ns)
+        if in_place:
+            self.combine.seq = self.seq.addr
         self.set_seq(1)
 
     def _make_args(
@@ -282,6 +293,10 @@ class Loopback:
             output_stride=shape.hidden_size * shape.dtype.itemsize, status=self.status.addr,
             timeout_ns=timeout_ns, output_type=DATA_TYPES[shape.dtype],
             num_tokens=shape.num_tokens,
+        )
+
+        self.send_args = ClientSendArgs(
+            route=self.route, pack=self.pack, seq=self.seq.addr, arrived=self.arrived.addr
         )
 
     def set_seq(self, seq: int) -> None:

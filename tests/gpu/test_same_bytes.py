@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from expertwire.target import CpuTarget
-from tests.steps import CASES, differences, make_step, run_step
+from tests.steps import CASES, differences, make_step, run_in_place, run_step
 
 
 @functools.cache
@@ -21,6 +21,14 @@ def test_every_byte_of_a_step(gpu, name, grid, warps):
     seen = run_step(make_step(gpu, name, seed=11)[0], grid=grid, warps=warps)
     assert seen["status"] == (0,) * 7
     assert differences(on_cpu(name), seen) == []
+
+
+@pytest.mark.parametrize(("grid", "warps"), [(1, 4), (64, 8)])
+@pytest.mark.parametrize("name", CASES)
+def test_in_place_with_many_blocks(gpu, name, grid, warps):
+    step, _ = make_step(gpu, name, seed=11, in_place=True)
+    assert differences(on_cpu(name), run_in_place(step, grid=grid, warps=warps)) == []
+    assert step.arrived.read() == b"\0" * 4, "counters are ready for the next launch"
 
 
 def test_a_difference_would_be_seen(gpu):
