@@ -111,7 +111,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_entries_and_doorbells(gpu, name, mode):
     depth, regions, launches = RUNS[name]
-    rings = [RingOnly(t, depth, regions, mode=mode) for t in (CpuTarget(), gpu)]
+    rings = [RingOnly(t, depth, regions, mode=mode) for t in (CpuTarget(32), gpu)]
     for operations in launches:
         want, seen = (ring.run(operations) for ring in rings)
         assert want == seen
@@ -119,7 +119,7 @@ def test_entries_and_doorbells(gpu, name, mode):
 
 
 def test_error_completion(gpu):
-    rings = [RingOnly(target) for target in (CpuTarget(), gpu)]
+    rings = [RingOnly(target) for target in (CpuTarget(32), gpu)]
     for ring in rings:
         ring.run([PUT_8] * 3)
         ring.complete(1, opcode=13, syndrome=0x13)

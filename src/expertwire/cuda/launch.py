@@ -25,18 +25,29 @@ def _object_code(arch: str) -> Any:
 
 
 @functools.cache
-def find_kernel(name: str, arch: str) -> Any:
-    """The kernel's driver handle. Raises ConfigError for a name that does not exist."""
-    if name not in KERNEL_ARGS:
-        raise ConfigError(f"no kernel named {name!r} in the device code")
-    kernel = _object_code(arch).get_kernel(name)
-    size = sum(argument.size for argument in kernel.arguments_info)
-    if size != ctypes.sizeof(KERNEL_ARGS[name]):
-        raise ExpertwireError(
-            f"kernel {name} takes {size} bytes of arguments, "
-            f"{KERNEL_ARGS[name].__name__} has {ctypes.sizeof(KERNEL_ARGS[name])}"
-        )
-    return require("cuda.bindings.driver").CUfunction(int(kernel.handle))
+def load_kernels(device: int) -> dict[str, Any]:
+    """Every kernel's driver handle on a device whose context is current.
+
+    All are loaded now: the driver loads lazily otherwise, at a first launch, and that waits for
+    kernels that run, which may themselves be spinning for the one to be loaded.
+    """
+    driver, code = require("cuda.bindings.driver"), _object_code(device_arch(device))
+    functions = {}
+    for name, kind in KERNEL_ARGS.items():
+        kernel = code.get_kernel(name)
+        size = sum(argument.size for argument in kernel.arguments_info)
+        if size != ctypes.sizeof(kind):
+            raise ExpertwireError(
+                f"kernel {name} takes {size} bytes of arguments, "
+                f"{kind.__name__} has {ctypes.sizeof(kind)}"
+            )
+        error, function = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
+        if error == driver.CUresult.CUDA_SUCCESS:
+            (error,) = driver.cuFuncLoad(function)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise ExpertwireError(f"kernel {name} cannot be loaded: {error.name}")
+        functions[name] = function
+    return functions
 
 
 def device_arch(device: int) -> str:
@@ -61,12 +72,13 @@ class Launch:
         self.device = torch.cuda.current_device() if device is None else device
         self._make_current()
         self._driver = require("cuda.bindings.driver")
-        arch = device_arch(self.device)
+        kernels = load_kernels(self.device)
         grids = [grid] * len(steps) if isinstance(grid, int) else list(grid)
         all_warps = [warps] * len(steps) if isinstance(warps, int) else list(warps)
         self._steps = []
         for (name, args), blocks, count in zip(steps, grids, all_warps, strict=True):
-            kernel = find_kernel(name, arch)
+            if name not in kernels:
+                raise ConfigError(f"no kernel named {name!r} in the device code")
             if type(args) is not KERNEL_ARGS[name]:
                 raise ExpertwireError(
                     f"kernel {name} takes {KERNEL_ARGS[name].__name__}, not {type(args).__name__}"
@@ -76,7 +88,7 @@ class Launch:
                     f"launch geometry of {blocks} blocks with {count} warps is not possible"
                 )
             params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-            self._steps.append((name, kernel, blocks, count * WARP_SIZE, params, args))
+            self._steps.append((name, kernels[name], blocks, count * WARP_SIZE, params, args))
 
     def _make_current(self) -> None:
         current = _thread.__dict__.setdefault("devices", set())

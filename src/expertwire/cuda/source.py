@@ -26,10 +26,10 @@ def _expand(name: str, seen: set[str]) -> str:
     parts, end = [f'#line 1 "{name}"\n'], 0
     for match in _INCLUDE.finditer(text):
         parts.append(text[end : match.start()])
-        if (DEVICE / match.group(1)).is_file():
+        if match.group(1).endswith(".cuh"):
             line = text.count("\n", 0, match.end()) + 1
             parts.append(f'{_expand(match.group(1), seen)}\n#line {line} "{name}"')
-        else:  # of the other target, in a branch that is not compiled
+        else:  # the other target, in a branch that is not compiled
             parts.append(match.group(0))
         end = match.end()
     return "".join([*parts, text[end:]])

@@ -307,8 +307,9 @@ class SoftHca:
 
     def set_hook(self, hook) -> None:
         """Calls hook(context, qpn, wqe_idx, wqe address, bytes) before every WQE."""
-        self._hook = HOOK_TYPE(hook) if hook else HOOK_TYPE()
-        self._call.set_hook(self.handle, self._hook, None)
+        callback = HOOK_TYPE(hook) if hook else HOOK_TYPE()
+        self._call.set_hook(self.handle, callback, None)
+        self._hook = callback  # only now may the one before go: the engine cannot be in it any more
 
     def stats(self) -> dict:
         """Executed WQEs by opcode name, bytes moved, CQEs, error CQEs, doorbells, wake-ups."""
