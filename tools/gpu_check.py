@@ -46,7 +46,7 @@ def steps(python: str) -> dict[str, tuple[float, list[list[str]]]]:
     return {
         "build": (180, [configure, ["cmake", "--build", str(BUILD), "-j"]]),
         "gpu": (60, [["nvidia-smi"], [python, "-c", GPU_FACTS]]),
-        "compile": (120, [[python, "-m", "expertwire", "compile", "--json"]]),
+        "compile": (200, [[python, "-m", "expertwire", "compile", "--json"]]),
         "test": (240, [[python, *PYTEST, "--maxfail=20"]]),
         "bench": (240, [[python, "bench/gpu_trip.py"]]),
         "sanitize": (300, [
