@@ -234,6 +234,34 @@ class IbgdaRunArgs(ctypes.Structure):
     )
 
 
+class HcaKey(ctypes.Structure):
+    _fields_ = (
+        ("key", c_uint32), ("access", c_uint32), ("valid", c_uint32), ("pd", c_uint32),
+        ("base", c_uint64), ("length", c_uint64), ("mapped", c_uint64), ("reserved", c_uint64),
+    )
+
+
+class HcaQueue(ctypes.Structure):
+    _fields_ = (
+        ("sq_addr", c_uint64), ("dbrec_addr", c_uint64), ("uar_addr", c_uint64),
+        ("cq_addr", c_uint64), ("cq_dbrec_addr", c_uint64), ("proxy_addr", c_uint64),
+        ("local_keys", c_uint64), ("remote_keys", c_uint64), ("num_local_keys", c_uint32),
+        ("num_remote_keys", c_uint32), ("qpn", c_uint32), ("num_wqe", c_uint32),
+        ("num_cqe", c_uint32), ("cq_flags", c_uint32), ("pd", c_uint32), ("scope", c_uint32),
+        ("state", c_uint32), ("lost", c_uint32), ("pi", c_uint64), ("ci", c_uint64),
+        ("num_cqe_written", c_uint64), ("last_register", c_uint64 * 2), ("last_proxy", c_uint64),
+        ("last_record", c_uint32), ("first_syndrome", c_uint32), ("first_error_idx", c_uint64),
+        ("num_executed", c_uint64),
+    )
+
+
+class GpuHcaArgs(ctypes.Structure):
+    _fields_ = (
+        ("queues", c_uint64), ("stop", c_uint64), ("lifetime_ns", c_uint64),
+        ("max_entries", c_uint64), ("num_queues", c_uint32), ("return_when_idle", c_uint32),
+    )
+
+
 # Every kernel of the device code and the structure that it takes by value.
 KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "client_route": ClientRouteArgs,
@@ -249,6 +277,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "server_reply_direct": ServerReplyArgs,
     "server_reply_in_place": ServerReplyArgs,
     "ibgda_run": IbgdaRunArgs,
+    "gpu_hca": GpuHcaArgs,
 }
 
 MISSING = c_int32(-1).value

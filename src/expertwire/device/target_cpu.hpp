@@ -98,6 +98,12 @@ EW_DEVICE T atomic_cas(T* p, T expected, T v) {
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
+template <typename T>
+EW_DEVICE T atomic_cas_system(T* p, T expected, T v) {
+  if (ew::seeded()) ew::seeded_point();
+  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+  return expected;
+}
 EW_DEVICE u64 atomic_max(u64* p, u64 v) {
   if (ew::seeded()) ew::seeded_point();
   u64 old = __atomic_load_n(p, __ATOMIC_RELAXED);

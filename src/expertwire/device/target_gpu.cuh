@@ -88,6 +88,9 @@ EW_DEVICE u32 atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
 EW_DEVICE u64 atomic_add(u64* p, u64 v) { return atomicAdd(p, v); }
 EW_DEVICE u32 atomic_cas(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
 EW_DEVICE u64 atomic_cas(u64* p, u64 expected, u64 v) { return atomicCAS(p, expected, v); }
+// The HCA kernel's atomics reach memory that other GPUs and the CPU change too.
+EW_DEVICE u32 atomic_cas_system(u32* p, u32 expected, u32 v) { return atomicCAS_system(p, expected, v); }
+EW_DEVICE u64 atomic_cas_system(u64* p, u64 expected, u64 v) { return atomicCAS_system(p, expected, v); }
 EW_DEVICE u64 atomic_max(u64* p, u64 v) { return atomicMax(p, v); }
 EW_DEVICE u32 atomic_exchange(u32* p, u32 v) { return atomicExch(p, v); }
 

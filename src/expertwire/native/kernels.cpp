@@ -7,6 +7,7 @@
 #include "client_route.cuh"
 #include "client_send.cuh"
 #include "device_checks.cuh"
+#include "gpu_hca.cuh"
 #include "launch.hpp"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
@@ -35,6 +36,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
+    EW_ENTRY(gpu_hca, GpuHcaArgs),
 };
 
 }  // namespace
@@ -63,6 +65,8 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ServerSlot)
   EW_SIZE(ServerMessage)
   EW_SIZE(ServerModel)
+  EW_SIZE(HcaKey)
+  EW_SIZE(HcaQueue)
   return 0;
 }
 
