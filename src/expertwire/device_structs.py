@@ -251,7 +251,8 @@ class HcaQueue(ctypes.Structure):
         ("state", c_uint32), ("lost", c_uint32), ("pi", c_uint64), ("ci", c_uint64),
         ("num_cqe_written", c_uint64), ("last_register", c_uint64 * 2), ("last_proxy", c_uint64),
         ("last_record", c_uint32), ("first_syndrome", c_uint32), ("first_error_idx", c_uint64),
-        ("num_executed", c_uint64),
+        ("num_executed", c_uint64), ("num_errors", c_uint64), ("num_bytes", c_uint64),
+        ("reserved", c_uint64),
     )
 
 

@@ -52,6 +52,10 @@ class Runnable(Protocol):
     def run(self) -> None: ...
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 class Target(Protocol):
     """What tests and benchmarks need of a machine that runs the device code."""
 
@@ -60,6 +64,8 @@ class Target(Protocol):
     def alloc(self, num_bytes: int, fill: int = 0) -> Block: ...
     def alloc_slot(self, num_bytes: int, fill: int = 0) -> Block: ...
     def place(self, data: Any) -> Block: ...
+    def reach(self, addr: int, num_bytes: int) -> Closable: ...
+    def synchronize(self) -> None: ...
     def prepare(
         self, steps: Steps, *, grid: int | Sequence[int] = 1, warps: int | Sequence[int] = 1
     ) -> Runnable: ...
@@ -86,6 +92,11 @@ class _TorchMemory:
         return block
 
 
+class _Here:
+    def close(self) -> None:
+        pass
+
+
 class CpuTarget(_TorchMemory):
     """Kernels as fibers on the calling thread. warp_size: lanes of a warp, 1 to 32."""
 
@@ -94,6 +105,13 @@ class CpuTarget(_TorchMemory):
 
     def __init__(self, warp_size: int = 1):
         self.warp_size = warp_size
+
+    def reach(self, addr: int, num_bytes: int) -> Closable:
+        """Makes host memory reachable for kernels until it is closed: here it is."""
+        return _Here()
+
+    def synchronize(self) -> None:
+        """Waits for what was launched: here it is done."""
 
     def prepare(
         self, steps: Steps, *, grid: int | Sequence[int] = 1, warps: int | Sequence[int] = 1
@@ -126,6 +144,16 @@ class GpuTarget(_TorchMemory):
     def __init__(self, device: int | None = None):
         index = torch.cuda.current_device() if device is None else device
         self.device = torch.device("cuda", index)
+
+    def reach(self, addr: int, num_bytes: int) -> Closable:
+        """Maps host memory of this process for the GPU until it is closed."""
+        from .cuda.pinned import Mapped
+
+        return Mapped(addr, num_bytes)
+
+    def synchronize(self) -> None:
+        """Waits for what was launched on the current stream."""
+        torch.cuda.current_stream(self.device).synchronize()
 
     def prepare(
         self, steps: Steps, *, grid: int | Sequence[int] = 1, warps: int | Sequence[int] = 1

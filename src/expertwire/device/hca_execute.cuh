@@ -12,7 +12,7 @@ enum HcaSyndrome : u32 {
 };
 enum HcaQpState : u32 { kQpReset = 0, kQpInit = 1, kQpRtr = 2, kQpRts = 3, kQpError = 6 };
 enum HcaCqFlags : u32 { kCqCollapsed = 1, kCqOverrunIgnore = 2 };
-constexpr u32 kOpMaskedCompareSwap = 0x14;
+constexpr u32 kOpMaskedCompareSwap = 0x14, kOpDump = 0x23;
 constexpr u32 kCqeRequest = 0;
 constexpr u32 kMaxEntrySegments = 63, kEndOfList = 0x100;
 
@@ -23,7 +23,7 @@ struct HcaKey {  // memory that entries may name, 48 bytes
   u64 reserved;
 };
 
-struct HcaQueue {  // 192 bytes; keys, state and lost are the host's to write while the kernel runs
+struct HcaQueue {  // 224 bytes; keys, state and lost are the host's to write while the kernel runs
   u64 sq_addr, dbrec_addr, uar_addr, cq_addr, cq_dbrec_addr, proxy_addr;
   u64 local_keys, remote_keys;  // HcaKey []
   u32 num_local_keys, num_remote_keys;
@@ -32,7 +32,8 @@ struct HcaQueue {  // 192 bytes; keys, state and lost are the host's to write wh
   u64 pi, ci, num_cqe_written;
   u64 last_register[2], last_proxy;
   u32 last_record, first_syndrome;
-  u64 first_error_idx, num_executed;
+  u64 first_error_idx, num_executed, num_errors, num_bytes;
+  u64 reserved;
 };
 
 struct HcaPiece {
@@ -81,6 +82,7 @@ EW_DEVICE void hca_write_cqe(HcaQueue* queue, u64 wqe_idx, u32 opcode, u32 send_
 }
 EW_DEVICE void hca_fail(HcaQueue* queue, u64 wqe_idx, u32 send_opcode, u32 syndrome) {
   if (queue->first_syndrome == 0) queue->first_syndrome = syndrome, queue->first_error_idx = wqe_idx;
+  ++queue->num_errors;
   hca_write_cqe(queue, wqe_idx, kCqeRequesterError, send_opcode, 0, syndrome);
   queue->state = kQpError;
 }
@@ -211,6 +213,15 @@ EW_DEVICE bool hca_store_word(const HcaWork* work) {
   return true;
 }
 
+// The same for a read of 8 bytes.
+EW_DEVICE bool hca_load_word(const HcaWork* work) {
+  const HcaPiece& piece = work->pieces[0];
+  if (work->num_pieces != 1 || work->to_remote || piece.num_bytes != 8 || work->remote % 8) return false;
+  const u64 value = load_acquire(at<const u64>(work->remote), Scope::kSystem);
+  for (u32 i = 0; i < 8; ++i) at<u8>(piece.addr)[i] = static_cast<u8>(value >> (8 * i));
+  return true;
+}
+
 EW_DEVICE u32 hca_check_transfer(HcaQueue* queue, HcaWork* work) {
   if (work->num_segments < 2) return kLocalQpOperation;
   work->to_remote = work->opcode != kOpRdmaRead;
@@ -221,7 +232,7 @@ EW_DEVICE u32 hca_check_transfer(HcaQueue* queue, HcaWork* work) {
   }
   work->remote = hca_find_remote(queue, work, work->num_bytes, work->to_remote ? kRemoteWrite : kRemoteRead);
   if (!work->remote) return kRemoteAccess;
-  if (hca_store_word(work)) work->num_pieces = 0;
+  if (hca_store_word(work) || hca_load_word(work)) work->num_pieces = 0;
   return kSyndromeNone;
 }
 
@@ -306,6 +317,11 @@ EW_DEVICE u32 hca_check_entry(HcaQueue* queue, HcaWork* work) {
     case kOpMaskedCompareSwap:
     case kOpMaskedFetchAdd:
       return hca_execute_atomic(queue, work);
+    case kOpDump: {  // reads, sends nothing
+      const u32 syndrome = hca_read_data(queue, work, 1, 0);
+      work->num_pieces = 0, work->num_bytes = 0;
+      return syndrome;
+    }
     default:
       return kLocalQpOperation;
   }
@@ -320,6 +336,7 @@ EW_DEVICE void hca_complete(HcaQueue* queue, HcaWork* work) {
     return;
   }
   queue->ci += work->num_blocks;
+  queue->num_bytes += work->num_bytes;
   if (work->completion >= 2)
     hca_write_cqe(queue, work->idx, kCqeRequest, work->opcode, static_cast<u32>(work->num_bytes), 0);
   else
