@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.conformance import rig
 
 from expertwire.hca.kernel import KernelHca
 from expertwire.target import CpuTarget, GpuTarget
+from tests.conformance import rig
 
 # What only the software HCA has, and the tests that need it.
 SOFT_ONLY = {
