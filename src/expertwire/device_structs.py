@@ -122,7 +122,15 @@ class ClientCombineArgs(ctypes.Structure):
     _fields_ = (
         ("servers", c_uint64), ("tables", RouteTables), ("shape", MessageShape),
         ("output", c_uint64), ("output_stride", c_uint64), ("status", c_uint64),
-        ("timeout_ns", c_uint64), ("output_type", c_uint32), ("num_tokens", c_uint32),
+        ("timeout_ns", c_uint64), ("seq", c_uint64), ("output_type", c_uint32),
+        ("num_tokens", c_uint32),
+    )
+
+
+class ClientSendArgs(ctypes.Structure):
+    _fields_ = (
+        ("route", ClientRouteArgs), ("pack", ClientPackArgs), ("seq", c_uint64),
+        ("arrived", c_uint64),
     )
 
 
@@ -183,7 +191,8 @@ class ServerPollArgs(ctypes.Structure):
     _fields_ = (
         ("slots", c_uint64), ("messages", c_uint64), ("slot_state", c_uint64),
         ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_pairs", c_uint64),
-        ("layer", c_uint64), ("model", ServerModel), ("num_slots", c_uint32),
+        ("layer", c_uint64), ("timeout_ns", c_uint64), ("model", ServerModel),
+        ("num_slots", c_uint32),
         ("first_slot", c_uint32), ("max_messages", c_uint32), ("max_rows", c_uint32),
     )
 
@@ -203,7 +212,8 @@ class ServerReplyArgs(ctypes.Structure):
     _fields_ = (
         ("slots", c_uint64), ("messages", c_uint64), ("pair_position", c_uint64),
         ("pair_reply_row", c_uint64), ("expert_output", c_uint64), ("status", c_uint64),
-        ("epoch", c_uint64), ("num_messages", c_uint32), ("hidden_size", c_uint32),
+        ("epoch", c_uint64), ("found", c_uint64), ("arrived", c_uint64),
+        ("num_messages", c_uint32), ("hidden_size", c_uint32),
         ("output_type", c_uint32), ("server_id", c_uint32), ("experts_us", c_uint32),
         ("reserved", c_uint32),
     )
@@ -223,5 +233,22 @@ class IbgdaRunArgs(ctypes.Structure):
         ("num_operations", c_uint32), ("peer_idx", c_uint32),
     )
 
+
+# Every kernel of the device code and the structure that it takes by value.
+KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
+    "client_route": ClientRouteArgs,
+    "client_pack": ClientPackArgs,
+    "client_put_ibgda": ClientPutArgs,
+    "client_put_direct": ClientPutArgs,
+    "client_put_sequential": ClientPutArgs,
+    "client_send_direct": ClientSendArgs,
+    "client_combine": ClientCombineArgs,
+    "server_poll": ServerPollArgs,
+    "server_gather": ServerGatherArgs,
+    "server_reply_ibgda": ServerReplyArgs,
+    "server_reply_direct": ServerReplyArgs,
+    "server_reply_in_place": ServerReplyArgs,
+    "ibgda_run": IbgdaRunArgs,
+}
 
 MISSING = c_int32(-1).value

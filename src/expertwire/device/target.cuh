@@ -13,6 +13,7 @@
 //                 with Scope::kGpu (rings in GPU memory) or Scope::kSystem (host memory, peers)
 //   copies        warp_copy warp_zero: wide accesses by all lanes on a GPU, memcpy on a CPU
 //   rows          warp_row_sum: weighted sum of rows with a fixed order and rounding
+//   pieces        row_piece() elements, copy_piece() bytes: what one warp takes at a time
 //   misc          bswap16/32/64 clock_ns() spin_pause()
 //
 // On the CPU every shared store and every spin_pause() is a scheduling point.

@@ -5,6 +5,7 @@
 #include "client_pack.cuh"
 #include "client_put.cuh"
 #include "client_route.cuh"
+#include "client_send.cuh"
 #include "device_checks.cuh"
 #include "launch.hpp"
 #include "server_gather.cuh"
@@ -26,11 +27,13 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_put_ibgda, ClientPutArgs),
     EW_ENTRY(client_put_direct, ClientPutArgs),
     EW_ENTRY(client_put_sequential, ClientPutArgs),
+    EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
+    EW_ENTRY(server_reply_in_place, ServerReplyArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
 };
 
