@@ -49,12 +49,17 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
+NATIVE_STAGES = ("poll", "gather", "reply")
+
+
 class _NativeServer(ctypes.Structure):
     """struct ew_server of native/server_take.cpp."""
 
     _fields_ = (
         ("hca", c_void_p), ("slots", c_void_p), ("notify", c_void_p), ("poll", c_void_p),
-        ("gather", c_void_p), ("reply", c_void_p), ("found", c_void_p), ("spin_ns", c_uint64),
+        ("gather", c_void_p), ("reply", c_void_p), ("found", c_void_p),
+        ("times", c_void_p * len(NATIVE_STAGES)), ("spin_ns", c_uint64),
+        ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_refused", c_uint64),
         ("num_slots", c_uint32), ("pair_capacity", c_uint32), ("echo", c_uint32),
         ("reserved", c_uint32),
     )
@@ -74,13 +79,11 @@ class Batcher:
         self.hidden_size = model["hidden_size"]
         self.num_experts = model["num_experts"]
         self.times = StageTimes()
-        self.num_messages = self.num_rows = self.num_refused = 0
         self.expert_rows = np.zeros((model["num_layers"], max(len(shard.experts), 1)), np.int64)
         self.links: list[tuple[ClientLink, int]] = []  # (client, slot index) of each slot
         self.slots = (ServerSlot * 1)()
         self.num_slots = 0
         self._found = (ctypes.c_uint32 * 5)()  # num_messages, num_rows, num_pairs, layer, data type
-        self._first_slot = 0
         self._poll = ServerPollArgs(
             model=ServerModel(
                 num_layers=model["num_layers"], hidden_size=self.hidden_size,
@@ -119,6 +122,9 @@ class Batcher:
             poll=self._launch_poll.address, gather=self._launch_gather.address,
             reply=self._launch_reply.address, found=found, spin_ns=int(config.spin_us * 1e3),
             echo=shard.echo,
+            times=(c_void_p * len(NATIVE_STAGES))(
+                *[self.times.ring(stage).address for stage in NATIVE_STAGES]
+            ),
         )
         self._native_address = ctypes.addressof(self._native)
         self._take = declare("ew_server_take", ctypes.c_int, c_void_p, c_uint64)
@@ -152,6 +158,13 @@ class Batcher:
         self._reply.status = ctypes.addressof(self.statuses)
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Messages, rows and refusals since the start."""
+        native = self._native
+        return {"messages": native.num_messages, "rows": native.num_rows,
+                "refused": native.num_refused}
+
+    @property
     def flag_addrs(self) -> list[int]:
         """Address of each slot's request flag, for inspection and tests."""
         return [slot.recv_addr + slot.recv_slot_bytes - FLAG_BYTES
@@ -164,7 +177,6 @@ class Batcher:
         """
         native = self._native
         native.hca = hca.pointer
-        self._poll.first_slot = self._first_slot
         reply = self._reply
         reply.epoch, reply.server_id = epoch, seat
         reply.experts_us = reply.expert_output = 0
@@ -173,27 +185,24 @@ class Batcher:
             return []
         if taken < 0:
             raise ExpertwireError(f"taking a batch failed: {last_error()}")
-        num_messages, num_rows, num_pairs, layer, data_type = self._found
-        times = self.times
+        num_messages, _, num_pairs, layer, data_type = self._found
         if taken != REPLIED:
             start = time.perf_counter_ns()
             if taken == POLLED:
                 self._reserve(num_pairs)
                 self._launch_gather.run()
+                self.times.add("gather", self._launch_gather.elapsed_ns(0))
             output = self._run_experts(num_messages, layer, data_type)
             done = time.perf_counter_ns()
             reply.experts_us = (done - start) // 1000
             reply.expert_output = output.data_ptr() if output is not None else 0
-            if self._send(self._native_address) < 0:
+            look = self._send(self._native_address)
+            if look < 0:
                 raise ExpertwireError(f"sending a batch's replies failed: {last_error()}")
-            times.add("gather", self._launch_gather.elapsed_ns(0))
-            times.add("experts", done - start)
-        self._first_slot = (self.messages[num_messages - 1].slot + 1) % self.num_slots
-        direct = any(self.slots[m.slot].in_place for m in self.messages[:num_messages])
-        times.add("poll", self._launch_poll.elapsed_ns(0))
-        times.add("reply", self._launch_reply.elapsed_ns(direct))
-        self.num_rows += num_rows
-        return self._finish(num_messages)
+            self.times.add("experts", done - start)
+            if look == 0:
+                return []
+        return self._problems(num_messages)
 
     def _run_experts(self, num_messages: int, layer: int, data_type: int) -> torch.Tensor | None:
         """Gathered rows through the experts: [rows, H], or None when there is nothing to add."""
@@ -242,19 +251,16 @@ class Batcher:
         )
         self._gather.gathered = self._rows.data_ptr()
 
-    def _finish(self, num_messages: int) -> list[ClientLink]:
+    def _problems(self, num_messages: int) -> list[ClientLink]:
+        """Logs what was refused; returns the clients whose replies could not be sent."""
         broken = []
-        for m in range(num_messages):
-            message = self.messages[m]
+        for message, status in zip(self.messages[:num_messages], self.statuses, strict=False):
             link, _ = self.links[message.slot]
-            self.slots[message.slot].previous_reply_seq = message.head.seq
-            self.num_messages += 1
             if message.reason != Reason.OK:
-                self.num_refused += 1
                 log.warning("refused a message of client %s: %s", link.name,
                             Reason(message.reason).name)
-            if self.statuses[m].code:
+            if status.code:
                 log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,
-                            self.statuses[m].code, self.statuses[m].syndrome)
+                            status.code, status.syndrome)
                 broken.append(link)
         return broken

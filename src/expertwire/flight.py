@@ -37,6 +37,7 @@ class Flight:
         self.slot_idx = slot_idx
         self.config = config
         self.table: RoutingTable | None = None
+        self.version = 0  # grows whenever the launches and tables below are made anew
         self.top_k = 0
         self.chunk: Chunk | None = None
         self.issued_ns = 0
@@ -56,6 +57,7 @@ class Flight:
         if table is self.table and top_k == self.top_k:
             return
         self.table, self.top_k = table, top_k
+        self.version += 1
         num_servers, max_rows = len(table.links), slots.max_rows
         self.batch_size = np.zeros(max(num_servers, 1), np.uint32)
         self.num_pairs = np.zeros(max(num_servers, 1), np.uint32)

@@ -17,23 +17,20 @@ class Batch:
     def __init__(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, fp8: bool
     ):
+        self.num_tokens, self.top_k = topk_ids.shape
         self.output = torch.empty(hidden.shape, dtype=hidden.dtype)
-        self.ids = topk_ids if topk_ids.stride(-1) == 1 else topk_ids.contiguous()
-        weights = topk_weights.detach().to(torch.float32)
-        self.weights = weights if weights.stride(-1) == 1 else weights.contiguous()
+        if topk_weights.dtype is not torch.float32:
+            topk_weights = topk_weights.to(torch.float32)
+        self.ids, self.weights = _dense_rows(topk_ids), _dense_rows(topk_weights)
         self.scales: torch.Tensor | None = None
-        rows = hidden.detach()
         if fp8:
-            rows, self.scales = quantise_fp8(rows, FP8_BLOCK)
-        self.rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+            hidden, self.scales = quantise_fp8(hidden.detach(), FP8_BLOCK)
+        self.rows = _dense_rows(hidden)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.output.shape[0]
 
-    @property
-    def top_k(self) -> int:
-        return self.ids.shape[1]
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it if the elements of a row are not side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class InputCheck:
@@ -52,13 +49,14 @@ class InputCheck:
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
         """Raises ConfigError that says what does not fit."""
+        shape, ids_shape = hidden.shape, ids.shape
         fits = (
-            hidden.dim() == 2 and hidden.shape[1] == self.hidden_size
-            and hidden.dtype == self.dtype and hidden.device.type == "cpu"
-            and ids.dim() == 2 and ids.shape[0] == hidden.shape[0] and ids.shape == weights.shape
-            and ids.dtype in ID_TYPES and weights.dtype.is_floating_point
-            and ids.device.type == "cpu" and weights.device.type == "cpu"
-            and 1 <= ids.shape[1] <= self.max_top_k and 0 <= layer < self.num_layers
+            len(shape) == 2 and shape[1] == self.hidden_size
+            and hidden.dtype is self.dtype and hidden.is_cpu
+            and len(ids_shape) == 2 and ids_shape[0] == shape[0] and ids_shape == weights.shape
+            and ids.dtype in ID_TYPES and weights.is_floating_point()
+            and ids.is_cpu and weights.is_cpu
+            and 1 <= ids_shape[1] <= self.max_top_k and 0 <= layer < self.num_layers
         )
         if not fits:
             raise ConfigError(self._problem(layer, hidden, ids, weights))
