@@ -19,6 +19,10 @@ SOFT_ONLY = {
         "test_41_held_entries_of_a_lost_peer_fail_too", "test_46_reserver_that_never_submits",
         "test_47_full_ring_blocks_and_overwrites_nothing", "test_49_quiet_returns_the_syndrome",
     },
+    "an engine thread": {
+        "test_45_a_waiting_call_has_its_turn_before_the_engine_has_another",
+        "test_45_control_calls_do_not_starve_the_engine",
+    },
     "a large entry in pieces": {
         "test_37_key_revoked_in_flight", "test_41_peer_lost_in_the_middle_of_a_write",
     },
