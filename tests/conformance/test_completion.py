@@ -166,3 +166,17 @@ def test_26_counter_is_never_seen_before_the_rest():
             thread.join()
         assert not torn and len(seen) > 1
         assert Cqe.decode(rig.raw_cqe()).byte_count == 3000
+
+
+def test_22_overrun_fails_the_queue_unless_it_is_to_be_ignored():
+    with Rig(64, num_cqe=16, cq_flags=0) as rig:
+        rig.post(*[rig.wqe(NOP) for _ in range(17)])
+        rig.run()
+        assert [rig.cqe(i).wqe_counter for i in range(16)] == list(range(16))
+        assert rig.cqe(0).owner == 0, "the unread completion was not overwritten"
+        assert rig.qp.state == 6 and rig.qp.first_error()[1] == 16
+        assert rig.error() != 0
+    with Rig(64, num_cqe=16, cq_flags=2) as rig:
+        rig.post(*[rig.wqe(NOP) for _ in range(40)])
+        rig.run()
+        assert rig.error() == 0 and rig.cqe(7).wqe_counter == 39

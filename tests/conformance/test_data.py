@@ -340,3 +340,30 @@ def test_27_read_by_the_device_code():
         rig.fill_remote(5, PATTERN[:1000])
         (status,) = rig.launch([[rig.operation(GET, 5, 9, num_bytes=1000), dict(op=QUIET)]])
         assert status.code == 0 and rig.at_local(9, 1000) == PATTERN[:1000]
+
+
+def test_32_word_that_the_peer_placed_at_an_odd_address_is_refused_too():
+    """Aligned by its virtual address, not where it is: a peer's mistake must not split a lock."""
+    with Rig() as rig:
+        rkey = rig.window.publish(rig.there.register(rig.remote.addr, 64, 15), 0, 4)
+        rig.do(rig.atomic(MASKED_FA, add8(1), 0, 0, 8, opmod=9, rkey=rkey))
+        assert rig.error() == REMOTE_INVALID_REQUEST and rig.at_remote(0, 72) == b"\0" * 72
+
+
+def test_33_bad_key_is_told_before_a_missing_receive():
+    with Rig() as rig:
+        rig.do(rig.write(opcode=WRITE_IMM, rkey=rig.rkey ^ 1))
+        assert rig.error() == 0x13
+
+
+def test_33_waiting_for_a_receive_shows_the_entry_to_the_hook_once():
+    with Rig(num_bytes=1 << 20) as rig:
+        calls = []
+        rig.here.set_hook(lambda *args: calls.append(args[2]) or 0)
+        rig.post(rig.write(0, 0, 1 << 20, opcode=WRITE_IMM))
+        for _ in range(20):
+            rig.here.poll()
+        rig.window.post_recv(1)
+        rig.run()
+        rig.here.set_hook(None)
+        assert calls == [0] and rig.error() == 0

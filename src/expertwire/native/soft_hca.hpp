@@ -71,8 +71,8 @@ struct ew_window {
   ew_hca* hca;
   WindowPage* page;
   int fd;
-  u32 recv_tail;
-  u32 lkeys[kMaxWindowKeys];  // the registration behind each entry
+  u32 recv_posted, recv_tail;  // counted here: the peer can write to the page
+  u32 lkeys[kMaxWindowKeys];   // the registration behind each entry
 };
 
 struct Mapping {
@@ -165,12 +165,14 @@ struct ew_hca {
   std::vector<ew_qp*> qps;
   std::vector<ew_window*> windows;
   size_t next_qp = 0;
+  u32 num_peers = 0;
   u32 next_pd = 1, next_qpn;
   int wake_fd = -1;
   std::atomic<u32> interrupted{0};
   std::atomic<u32> sleeping{0};  // a thread of ours waits on wake_fd, perhaps for a completion
   bool completed = false;        // CQEs were written since the last look
   ew_hca_stats stats = {};
+  std::atomic<u64> num_wakes{0};  // of stats, but counted without the lock
   ew_hca_hook hook = nullptr;
   void* hook_context = nullptr;
 
@@ -197,7 +199,7 @@ bool find_local(ew_hca* hca, u32 pd, u32 lkey, u64 addr, u64 num_bytes, u32 acce
 WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 access, u8** out);
 void release_remote(WindowKey* key);
 void revoke_entry(WindowKey* key);
-bool wait_unused(const WindowKey* key, u64 timeout_ns);
+bool wait_unused(const WindowKey* key, u64 deadline_ns);
 
 // soft_wait.cpp
 void start_thread(ew_hca* hca);
