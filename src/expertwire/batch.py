@@ -6,6 +6,7 @@ import ctypes
 import logging
 import time
 from collections.abc import Sequence
+from ctypes import c_uint32, c_uint64, c_void_p
 from typing import Protocol
 
 import numpy as np
@@ -25,8 +26,8 @@ from .device_structs import (
 )
 from .errors import ExpertwireError
 from .hca.interface import Hca
-from .launch import Launch, hca_array, last_error
-from .message import DATA_TYPE_BYTES, DATA_TYPES, FP8_BLOCK, Reason, dtype_of
+from .launch import Launch, last_error
+from .message import DATA_TYPE_BYTES, DATA_TYPES, FLAG_BYTES, FP8_BLOCK, Reason, dtype_of
 from .reference import dequantise_fp8
 from .stats import StageTimes
 
@@ -48,6 +49,26 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
+NATIVE_STAGES = ("poll", "gather", "reply")
+
+
+class _NativeServer(ctypes.Structure):
+    """struct ew_server of native/server_take.cpp."""
+
+    _fields_ = (
+        ("hca", c_void_p), ("slots", c_void_p), ("notify", c_void_p), ("poll", c_void_p),
+        ("gather", c_void_p), ("reply", c_void_p), ("found", c_void_p),
+        ("times", c_void_p * len(NATIVE_STAGES)), ("spin_ns", c_uint64),
+        ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_refused", c_uint64),
+        ("num_slots", c_uint32), ("pair_capacity", c_uint32), ("echo", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+# What ew_server_take returns, if it is not an error.
+NOTHING, POLLED, GATHERED, REPLIED = range(4)
+
+
 class Batcher:
     """Owns the slot table and the batch buffers. Used by the server's data thread only."""
 
@@ -58,14 +79,11 @@ class Batcher:
         self.hidden_size = model["hidden_size"]
         self.num_experts = model["num_experts"]
         self.times = StageTimes()
-        self.num_messages = self.num_rows = self.num_refused = 0
         self.expert_rows = np.zeros((model["num_layers"], max(len(shard.experts), 1)), np.int64)
         self.links: list[tuple[ClientLink, int]] = []  # (client, slot index) of each slot
         self.slots = (ServerSlot * 1)()
         self.num_slots = 0
-        self.flag_addrs: list[int] = []
         self._found = (ctypes.c_uint32 * 5)()  # num_messages, num_rows, num_pairs, layer, data type
-        self._first_slot = 0
         self._poll = ServerPollArgs(
             model=ServerModel(
                 num_layers=model["num_layers"], hidden_size=self.hidden_size,
@@ -97,16 +115,20 @@ class Batcher:
         self._scales = torch.empty(0)
         self._launch_poll = Launch([("server_poll", self._poll)])
         self._launch_gather = Launch([("server_gather", self._gather)])
-        self._take = declare(
-            "ew_server_take", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32,
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64,
-            ctypes.c_uint64,
+        self._launch_reply = Launch([
+            ("server_reply_ibgda", self._reply), ("server_reply_direct", self._reply),
+        ])
+        self._native = _NativeServer(
+            poll=self._launch_poll.address, gather=self._launch_gather.address,
+            reply=self._launch_reply.address, found=found, spin_ns=int(config.spin_us * 1e3),
+            echo=shard.echo,
+            times=(c_void_p * len(NATIVE_STAGES))(
+                *[self.times.ring(stage).address for stage in NATIVE_STAGES]
+            ),
         )
-        self._spin_ns = int(config.spin_us * 1e3)
-        self._launch_reply = {
-            True: Launch([("server_reply_ibgda", self._reply)]),
-            False: Launch([("server_reply_direct", self._reply)]),
-        }
+        self._native_address = ctypes.addressof(self._native)
+        self._take = declare("ew_server_take", ctypes.c_int, c_void_p, c_uint64)
+        self._send = declare("ew_server_reply", ctypes.c_int, c_void_p)
 
     def set_clients(self, clients: Sequence[ClientLink]) -> None:
         """Rebuilds the slot table; what was already taken from a slot stays known."""
@@ -118,9 +140,12 @@ class Batcher:
         self.slots = (ServerSlot * max(self.num_slots, 1))()
         for entry, (link, slot_idx) in zip(self.slots, self.links, strict=False):
             link.fill_slot(entry, slot_idx)
-        self.flag_addrs = [
-            slot.recv_addr + slot.recv_slot_bytes - 16 for slot in self.slots[: self.num_slots]
-        ]
+        self._notify = (c_void_p * max(self.num_slots, 1))(
+            *[link.endpoint.peer_pointer if link.endpoint else 0 for link, _ in self.links]
+        )
+        self._native.slots = ctypes.addressof(self.slots)
+        self._native.notify = ctypes.addressof(self._notify)
+        self._native.num_slots = self.num_slots
         self.messages = (ServerMessage * max(self.num_slots, 1))()
         self.statuses = (KernelStatus * max(self.num_slots, 1))()
         self._slot_state = np.zeros(max(self.num_slots, 1), np.uint32)
@@ -132,53 +157,52 @@ class Batcher:
         poll.num_slots = poll.max_messages = self.num_slots
         self._reply.status = ctypes.addressof(self.statuses)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Messages, rows and refusals since the start."""
+        native = self._native
+        return {"messages": native.num_messages, "rows": native.num_rows,
+                "refused": native.num_refused}
+
+    @property
+    def flag_addrs(self) -> list[int]:
+        """Address of each slot's request flag, for inspection and tests."""
+        return [slot.recv_addr + slot.recv_slot_bytes - FLAG_BYTES
+                for slot in self.slots[: self.num_slots]]
+
     def serve(self, hca: Hca, epoch: int, seat: int, timeout_ns: int) -> list[ClientLink]:
         """Waits for messages at most timeout_ns; takes what is ready, computes, replies.
 
         Returns clients that could not be answered.
         """
-        self._poll.first_slot = self._first_slot
-        taken = self._take(
-            hca.pointer, ctypes.addressof(self.slots), self.num_slots,
-            self._launch_poll.address, 0 if self.shard.echo else self._launch_gather.address,
-            ctypes.addressof(self._found), self._pair_capacity, self._spin_ns, timeout_ns,
-        )
-        if taken == 0:
+        native = self._native
+        native.hca = hca.pointer
+        reply = self._reply
+        reply.epoch, reply.server_id = epoch, seat
+        reply.experts_us = reply.expert_output = 0
+        taken = self._take(self._native_address, timeout_ns)
+        if taken == NOTHING:
             return []
         if taken < 0:
             raise ExpertwireError(f"taking a batch failed: {last_error()}")
-        start = time.perf_counter_ns()
-        num_messages, num_rows, num_pairs, layer, data_type = self._found
-        self._first_slot = (self.messages[num_messages - 1].slot + 1) % self.num_slots
-        output = None
-        if num_rows and not self.shard.echo:
-            if taken == 1:
+        num_messages, _, num_pairs, layer, data_type = self._found
+        if taken != REPLIED:
+            start = time.perf_counter_ns()
+            if taken == POLLED:
                 self._reserve(num_pairs)
                 self._launch_gather.run()
+                self.times.add("gather", self._launch_gather.elapsed_ns(0))
             output = self._run_experts(num_messages, layer, data_type)
-        done = time.perf_counter_ns()
-        ctypes.memset(self.statuses, 0, num_messages * ctypes.sizeof(KernelStatus))
-        reply = self._reply
-        reply.num_messages, reply.epoch, reply.server_id = num_messages, epoch, seat
-        reply.experts_us = (done - start) // 1000
-        reply.expert_output = output.data_ptr() if output is not None else 0
-        self._send(num_messages, hca)
-        times = self.times
-        times.add("poll", self._launch_poll.elapsed_ns(0))
-        times.add("gather", self._launch_gather.elapsed_ns(0))
-        times.add("experts", done - start)
-        times.add("reply", time.perf_counter_ns() - done)
-        self.num_rows += num_rows
-        return self._finish(num_messages)
-
-    def _send(self, num_messages: int, hca: Hca) -> None:
-        links = [self.links[self.messages[m].slot][0] for m in range(num_messages)]
-        do_ibgda = all(link.do_ibgda for link in links)
-        self._launch_reply[do_ibgda].run(hca_array(hca.pointer))
-        if not do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
-            for link in links:
-                assert link.endpoint is not None
-                link.endpoint.notify()
+            done = time.perf_counter_ns()
+            reply.experts_us = (done - start) // 1000
+            reply.expert_output = output.data_ptr() if output is not None else 0
+            look = self._send(self._native_address)
+            if look < 0:
+                raise ExpertwireError(f"sending a batch's replies failed: {last_error()}")
+            self.times.add("experts", done - start)
+            if look == 0:
+                return []
+        return self._problems(num_messages)
 
     def _run_experts(self, num_messages: int, layer: int, data_type: int) -> torch.Tensor | None:
         """Gathered rows through the experts: [rows, H], or None when there is nothing to add."""
@@ -209,6 +233,7 @@ class Batcher:
         if num_pairs <= self._pair_capacity:
             return
         self._pair_capacity = capacity = max(num_pairs, 2 * self._pair_capacity)
+        self._native.pair_capacity = capacity
         self._pair_expert = np.zeros(capacity, np.int32)
         self._pair_position = np.zeros(capacity, np.int32)
         self._pair_reply_row = np.zeros(capacity, np.int32)
@@ -226,19 +251,16 @@ class Batcher:
         )
         self._gather.gathered = self._rows.data_ptr()
 
-    def _finish(self, num_messages: int) -> list[ClientLink]:
+    def _problems(self, num_messages: int) -> list[ClientLink]:
+        """Logs what was refused; returns the clients whose replies could not be sent."""
         broken = []
-        for m in range(num_messages):
-            message = self.messages[m]
+        for message, status in zip(self.messages[:num_messages], self.statuses, strict=False):
             link, _ = self.links[message.slot]
-            self.slots[message.slot].previous_reply_seq = message.head.seq
-            self.num_messages += 1
             if message.reason != Reason.OK:
-                self.num_refused += 1
                 log.warning("refused a message of client %s: %s", link.name,
                             Reason(message.reason).name)
-            if self.statuses[m].code:
+            if status.code:
                 log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,
-                            self.statuses[m].code, self.statuses[m].syndrome)
+                            status.code, status.syndrome)
                 broken.append(link)
         return broken

@@ -28,13 +28,14 @@ from .device_structs import SIGNAL_ADD, MessageShape
 from .errors import ConfigError, ExpertwireError
 from .flight import Flight
 from .hca import open_hca
+from .inputs import Batch, InputCheck
 from .launch import hca_array
 from .links import Links
 from .membership import Membership
 from .message import DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape, dtype_of
-from .reference import quantise_fp8
 from .routing import RoutingTable
 from .stats import StageTimes
+from .trip import Trip
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -74,23 +75,6 @@ class Handle:
         return self.batch.output
 
 
-class Batch:
-    """Checked inputs of one dispatch, kept alive (and unchanged) until it is combined."""
-
-    def __init__(
-        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, fp8: bool
-    ):
-        self.output = torch.empty(hidden.shape, dtype=hidden.dtype)
-        self.ids = topk_ids if topk_ids.stride(-1) == 1 else topk_ids.contiguous()
-        weights = topk_weights.detach().to(torch.float32)
-        self.weights = weights if weights.stride(-1) == 1 else weights.contiguous()
-        self.scales: torch.Tensor | None = None
-        rows = hidden.detach()
-        if fp8:
-            rows, self.scales = quantise_fp8(rows, FP8_BLOCK)
-        self.rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
 class Client:
     """Sends batches of one model's MoE layers to its expert servers. Thread-safe.
 
@@ -121,6 +105,9 @@ class Client:
         self.engines = hca_array(self.hca.pointer)
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
+        self._trip = Trip(self._flights, self.config, self.client_id)
+        self._signal_adds = self.config.signal_mode != "write"  # needs each slot's previous seq
+        self._check: InputCheck | None = None
         self._free = collections.deque(self._flights)
         self._queued: collections.deque[Chunk] = collections.deque()
         self.in_flight: collections.deque[Flight] = collections.deque()
@@ -145,7 +132,11 @@ class Client:
         topk_weights: [T, K] float. Returns [T, H] in hidden's dtype. Raises as `dispatch` and
         `Handle.combine`.
         """
-        return self._dispatch(layer, hidden, topk_ids, topk_weights).combine()
+        with self.lock:
+            handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
+            if not self._trip_to_the_end(handle, table):
+                self._issue_queued(table)
+            return handle.combine()
 
     def dispatch(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -156,27 +147,14 @@ class Client:
         that do not fit the model, NoServerError when an expert is held by nobody reachable within
         `connect_timeout`.
         """
-        handle = self._dispatch(layer, hidden, topk_ids, topk_weights)
-        self.hca.kick()  # nobody waits yet, so the engine's own thread has to send
-        return handle
-
-    def _dispatch(
-        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> Handle:
-        """`dispatch` without waking the engine's thread: whoever waits next drives the engine."""
         with self.lock:
-            self._close_retired()  # before the table is read: what is retired is in no new table
-            table = self._check(layer, hidden, topk_ids, topk_weights)
-            batch = Batch(hidden, topk_ids, topk_weights, self.config.fp8)
-            handle = Handle(self, layer, batch)
-            for begin in range(0, hidden.shape[0], self.config.max_rows):
-                end = min(begin + self.config.max_rows, hidden.shape[0])
-                self._queued.append(Chunk(handle, begin, end))
-                handle.num_open += 1
+            handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
+            self._queue(handle, 0)
             self._issue_queued(table)
             if handle.error is not None and handle.num_open == 0:
                 raise handle.error
-            return handle
+        self.hca.kick()  # nobody waits yet, so the engine's own thread has to send
+        return handle
 
     def wait_ready(self, timeout: float | None = None) -> dict:
         """Waits until every expert of the model has a connected server; returns the model info.
@@ -219,6 +197,52 @@ class Client:
 
     # ---------------------------------------------------------------- sending
 
+    def _begin(
+        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> tuple[Handle, RoutingTable]:
+        self._close_retired()  # before the table is read: what is retired is in no new table
+        table = self._ready_table(layer)
+        assert self._check is not None
+        self._check(layer, hidden, topk_ids, topk_weights)
+        return Handle(self, layer, Batch(hidden, topk_ids, topk_weights, self.config.fp8)), table
+
+    def _queue(self, handle: Handle, begin: int) -> None:
+        """Appends the chunks of the tokens from `begin` on."""
+        num_tokens = handle.batch.num_tokens
+        for at in range(begin, num_tokens, self.config.max_rows):
+            chunk = Chunk(handle, at, min(at + self.config.max_rows, num_tokens))
+            self._queued.append(chunk)
+            handle.num_open += 1
+
+    def _trip_to_the_end(self, handle: Handle, table: RoutingTable) -> bool:
+        """The usual case in one native call (trip.py). False: the rest is in flight or queued."""
+        if self.in_flight or self._queued or self.trace is not None or self._signal_adds:
+            self._queue(handle, 0)
+            return False
+        batch, max_rows = handle.batch, self.config.max_rows
+        assert self.links.shape is not None
+        if batch.num_tokens == 0:
+            return True
+        trip = self._trip
+        try:
+            done = trip.run(self.hca.pointer, handle.layer, batch, table, self.links.shape,
+                            self.times, self._seq)
+        finally:  # also when interrupted: no seq is ever used twice
+            self._seq = max(self._seq, trip.seq)
+        self.num_skipped_ids += trip.num_skipped
+        if done:
+            return True
+        sent = trip.num_combined
+        for i, flight in trip.in_flight():
+            end = min((i + 1) * max_rows, batch.num_tokens)
+            flight.chunk = Chunk(handle, i * max_rows, end)
+            self._free.remove(flight)
+            self.in_flight.append(flight)
+            handle.num_open += 1
+            sent = i + 1
+        self._queue(handle, sent * max_rows)
+        return False
+
     def _make_shape(self, model: dict) -> SlotShape:
         dtype = dtype_of(model["dtype"])
         return SlotShape(
@@ -229,46 +253,19 @@ class Client:
             reply_element_bytes=dtype.itemsize,
         )
 
-    def _check(
-        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> RoutingTable:
+    def _ready_table(self, layer: int) -> RoutingTable:
+        """The routing table, once there is a server. Raises NoServerError."""
         if self.closed:
             raise ConfigError("the client is closed")
         table = self.links.table
         if not table.links:
             table = self.links.wait(lambda t: bool(t.links), self.config.connect_timeout)
-        model = self.links.model
+        model, shape = self.links.model, self.links.shape
         if not table.links or model is None:
             raise self.links.no_server_error(layer, [])
-        if hidden.dim() != 2 or hidden.shape[1] != model["hidden_size"]:
-            raise ConfigError(
-                f"hidden must be [T, {model['hidden_size']}] for {model['name']}, "
-                f"not {list(hidden.shape)}"
-            )
-        if hidden.dtype != dtype_of(model["dtype"]):
-            raise ConfigError(
-                f"hidden is {hidden.dtype}, the servers compute in {model['dtype']}: convert it, "
-                f"or start the servers with --dtype {str(hidden.dtype).removeprefix('torch.')}"
-            )
-        if hidden.device.type != "cpu":
-            raise ConfigError(f"hidden is on {hidden.device}; this client sends from CPU memory")
-        if ids.dim() != 2 or ids.shape[0] != hidden.shape[0] or ids.shape != weights.shape:
-            raise ConfigError(
-                f"topk_ids and topk_weights must both be [{hidden.shape[0]}, K], not "
-                f"{list(ids.shape)} and {list(weights.shape)}"
-            )
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise ConfigError(f"topk_ids must be int64 or int32, not {ids.dtype}")
-        if not weights.dtype.is_floating_point:
-            raise ConfigError(f"topk_weights must be floating point, not {weights.dtype}")
-        assert self.links.shape is not None
-        if not 1 <= ids.shape[1] <= self.links.shape.experts_per_row:
-            raise ConfigError(
-                f"{ids.shape[1]} experts per token; the model has top-{model['top_k']}"
-            )
-        if not 0 <= layer < model["num_layers"]:
-            raise ConfigError(f"layer {layer} does not exist: {model['name']} has "
-                              f"{model['num_layers']} MoE layers, numbered from 0")
+        if self._check is None:
+            assert shape is not None
+            self._check = InputCheck(model, shape.experts_per_row)
         return table
 
     def _issue_queued(self, table: RoutingTable) -> None:

@@ -39,9 +39,11 @@ class ClientLink:
         assert end is not None and end.remote is not None
         entry.recv_addr = end.recv.addr + slot_idx * shape.request_slot_bytes
         entry.recv_slot_bytes = shape.request_slot_bytes
-        entry.reply_addr = end.send.addr + slot_idx * shape.reply_slot_bytes
+        offset = slot_idx * shape.reply_slot_bytes
+        entry.in_place = not self.do_ibgda
+        entry.reply_addr = (end.mapped_addr if entry.in_place else end.send.addr) + offset
         entry.reply_slot_bytes = shape.reply_slot_bytes
-        entry.remote_reply_addr = end.remote.addr + slot_idx * shape.reply_slot_bytes
+        entry.remote_reply_addr = end.remote.addr + offset
         entry.peer = end.peer_addr
         entry.last_seq = self.last_seq[slot_idx]
         entry.previous_reply_seq = self.previous_reply_seq[slot_idx]

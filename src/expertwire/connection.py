@@ -29,7 +29,7 @@ from .device_structs import (
 )
 from .errors import HandleError
 from .handles import ConnectionHandle, MemoryHandle
-from .hca.interface import Hca
+from .hca.interface import Hca, Peer
 from .memory import (
     ACCESS_LOCAL_WRITE,
     ACCESS_REMOTE_ATOMIC,
@@ -48,7 +48,7 @@ class Endpoint:
         timeout_ns: int = 5_000_000_000, doorbell_mode: int = DOORBELL_REGISTER,
     ):
         self.hca = hca
-        self.peer = None
+        self.peer: Peer | None = None
         self.remote: MemoryHandle | None = None
         self._closed = False
         self.send = hca.alloc(send_bytes + SCRATCH_BYTES)
@@ -89,6 +89,16 @@ class Endpoint:
     def peer_addr(self) -> int:
         """Address of the IbgdaPeer that device code takes."""
         return ctypes.addressof(self._peer_state)
+
+    @property
+    def peer_pointer(self) -> int:
+        """The HCA's handle of the peer, for native code that wakes it."""
+        return self.peer.pointer.value if self.peer is not None else 0
+
+    @property
+    def mapped_addr(self) -> int:
+        """Where the peer's receive memory is mapped here, for stores without the HCA."""
+        return self._remote_keys[0].mapped
 
     @property
     def qp_states(self) -> ctypes.Array:

@@ -68,7 +68,8 @@ class ClientServer(ctypes.Structure):
         ("send_addr", c_uint64), ("request_slot_bytes", c_uint64), ("remote_addr", c_uint64),
         ("reply_addr", c_uint64), ("reply_slot_bytes", c_uint64), ("peer", c_uint64),
         ("previous_seq", c_uint64), ("max_rows", c_uint32), ("max_pairs", c_uint32),
-        ("slot_idx", c_uint32), ("server_id", c_uint32), ("reserved", c_uint64),
+        ("slot_idx", c_uint32), ("server_id", c_uint32), ("in_place", c_uint32),
+        ("reserved", c_uint32),
     )
 
 
@@ -158,7 +159,8 @@ class ServerSlot(ctypes.Structure):
         ("reply_slot_bytes", c_uint64), ("remote_reply_addr", c_uint64), ("peer", c_uint64),
         ("last_seq", c_uint64), ("previous_reply_seq", c_uint64), ("client_id", c_uint32),
         ("open", c_uint32), ("max_rows", c_uint32), ("max_pairs", c_uint32),
-        ("slot_idx", c_uint32), ("signal_mode", c_uint32), ("reserved", c_uint64),
+        ("slot_idx", c_uint32), ("signal_mode", c_uint32), ("in_place", c_uint32),
+        ("reserved", c_uint32),
     )
 
 

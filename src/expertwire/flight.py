@@ -37,6 +37,7 @@ class Flight:
         self.slot_idx = slot_idx
         self.config = config
         self.table: RoutingTable | None = None
+        self.version = 0  # grows whenever the launches and tables below are made anew
         self.top_k = 0
         self.chunk: Chunk | None = None
         self.issued_ns = 0
@@ -56,6 +57,7 @@ class Flight:
         if table is self.table and top_k == self.top_k:
             return
         self.table, self.top_k = table, top_k
+        self.version += 1
         num_servers, max_rows = len(table.links), slots.max_rows
         self.batch_size = np.zeros(max(num_servers, 1), np.uint32)
         self.num_pairs = np.zeros(max(num_servers, 1), np.uint32)
@@ -113,8 +115,10 @@ class Flight:
         assert end.remote is not None, "routing to a server that is not connected"
         entry.request_slot_bytes = slots.request_slot_bytes
         entry.reply_slot_bytes = slots.reply_slot_bytes
-        entry.send_addr = end.send.addr + self.slot_idx * slots.request_slot_bytes
-        entry.remote_addr = end.remote.addr + self.slot_idx * slots.request_slot_bytes
+        offset = self.slot_idx * slots.request_slot_bytes
+        entry.in_place = not self.config.do_ibgda
+        entry.send_addr = (end.mapped_addr if entry.in_place else end.send.addr) + offset
+        entry.remote_addr = end.remote.addr + offset
         entry.reply_addr = end.recv.addr + self.slot_idx * slots.reply_slot_bytes
         entry.peer = end.peer_addr
         entry.max_rows, entry.max_pairs = slots.max_rows, slots.max_reply_rows

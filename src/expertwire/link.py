@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from .config import SIGNAL_MODES, ClientConfig
@@ -52,6 +53,7 @@ def open_link(
     timeout = min(config.connect_timeout / 2, 2.0)
     channel = connect_unix(server.address, token, timeout)
     endpoint = None
+    fds: list[int] = []
     try:
         endpoint = Endpoint(
             hca, send_bytes=shape.num_slots * shape.request_slot_bytes,
@@ -76,9 +78,12 @@ def open_link(
         memory = MemoryHandle.unpack(parse_hex(reply, "memory"))
         if memory.num_bytes < shape.num_slots * shape.request_slot_bytes:
             raise HandleError(f"server {server.server_id} offers less memory than was agreed")
-        endpoint.connect(ConnectionHandle.unpack(parse_hex(reply, "connection")), memory, fds)
+        connection, taken, fds = ConnectionHandle.unpack(parse_hex(reply, "connection")), fds, []
+        endpoint.connect(connection, memory, taken)
     except (ExpertwireError, OSError, KeyError, TypeError, ValueError):
         channel.close()
+        for fd in fds:
+            os.close(fd)
         if endpoint is not None:
             endpoint.close()
         raise

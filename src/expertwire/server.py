@@ -124,8 +124,7 @@ class Server:
         """Counters since the start; goes to the registry with each heartbeat."""
         b = self.batcher
         return {
-            "clients": len(self._clients), "messages": b.num_messages, "rows": b.num_rows,
-            "refused": b.num_refused, "stages": b.times.summary(),
+            "clients": len(self._clients), **b.counts, "stages": b.times.summary(),
             "expert_rows": b.expert_rows.sum(axis=0).tolist(),
         }
 

@@ -1,28 +1,45 @@
-"""Counters and stage times: bounded memory, cheap to add to, summarised on demand."""
+"""Counters and stage times: bounded memory, cheap to add to, summarised on demand.
+
+Both are laid out as in native/trip.hpp (ew_ring, ew_counters), so that native code adds to them.
+"""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 
 RING = 4096  # durations kept per stage; older ones only count
+COUNTERS = ("rows", "messages", "bytes_sent", "bytes_received")
 
 
-class _Ring:
-    def __init__(self) -> None:
-        self.values = np.zeros(RING, np.int64)
-        self.count = 0
-        self.total = 0
+class Ring:
+    """The last durations of something. One writer; a reader may see a value come in late.
+
+    words: int64 [2 + 4096]: how many there were, their sum in ns, the last ones.
+    """
+
+    def __init__(self, words: np.ndarray | None = None) -> None:
+        self._words = np.zeros(2 + RING, np.int64) if words is None else words
+        self.address = self._words.ctypes.data
+
+    @property
+    def count(self) -> int:
+        return int(self._words[0])
+
+    @property
+    def total_ns(self) -> int:
+        return int(self._words[1])
 
     def add(self, ns: int) -> None:
-        self.values[self.count % RING] = ns
-        self.count += 1
-        self.total += ns
+        words = self._words
+        words[2 + int(words[0]) % RING] = ns
+        words[0] += 1
+        words[1] += ns
 
     def percentiles_us(self) -> tuple[float, float]:
-        known = self.values[: min(self.count, RING)]
+        """The 50th and 99th percentile of the durations that are kept, in us."""
+        known = self._words[2 : 2 + min(self.count, RING)]
         if not known.size:
             return 0.0, 0.0
         p50, p99 = np.percentile(known, (50, 99))
@@ -33,46 +50,46 @@ class StageTimes:
     """Durations by stage. One writer; readers may call `summary` at any time."""
 
     def __init__(self) -> None:
-        self._rings: dict[str, _Ring] = {}
+        self._rings: dict[str, Ring] = {}
+
+    def ring(self, stage: str) -> Ring:
+        """The stage's durations, made on first use."""
+        ring = self._rings.get(stage)
+        if ring is None:
+            ring = self._rings[stage] = Ring()
+        return ring
 
     def add(self, stage: str, ns: int) -> None:
         """Notes one duration in nanoseconds."""
-        ring = self._rings.get(stage)
-        if ring is None:
-            ring = self._rings[stage] = _Ring()
-        ring.add(ns)
+        self.ring(stage).add(ns)
 
     def summary(self) -> dict[str, dict[str, float]]:
         """{stage: {count, total_ms, p50_us, p99_us}}; percentiles over the last 4096."""
         result = {}
         for stage, ring in list(self._rings.items()):
+            if ring.count == 0:
+                continue
             p50, p99 = ring.percentiles_us()
-            result[stage] = {"count": ring.count, "total_ms": round(ring.total / 1e6, 3),
+            result[stage] = {"count": ring.count, "total_ms": round(ring.total_ns / 1e6, 3),
                              "p50_us": round(p50, 1), "p99_us": round(p99, 1)}
         return result
 
 
 class ServerCounters:
-    """What a client exchanged with one server."""
+    """What a client exchanged with one server. Written under the client's lock."""
 
     def __init__(self) -> None:
-        self.rows = self.messages = self.bytes_sent = self.bytes_received = 0
-        self._times = _Ring()
-        self._lock = threading.Lock()
+        self._words = np.zeros(len(COUNTERS) + 2 + RING, np.int64)
+        self._durations = Ring(self._words[len(COUNTERS) :])
+        self.address = self._words.ctypes.data
 
     def add(self, *, rows: int, bytes_sent: int, bytes_received: int, duration_ns: int) -> None:
         """One answered message: duration from its put to its reply's flag."""
-        with self._lock:
-            self.rows += rows
-            self.messages += 1
-            self.bytes_sent += bytes_sent
-            self.bytes_received += bytes_received
-            self._times.add(duration_ns)
+        self._words[: len(COUNTERS)] += (rows, 1, bytes_sent, bytes_received)
+        self._durations.add(duration_ns)
 
     def summary(self) -> dict[str, Any]:
         """{rows, messages, bytes_sent, bytes_received, p50_us, p99_us}."""
-        with self._lock:
-            p50, p99 = self._times.percentiles_us()
-            return {"rows": self.rows, "messages": self.messages, "bytes_sent": self.bytes_sent,
-                    "bytes_received": self.bytes_received, "p50_us": round(p50, 1),
-                    "p99_us": round(p99, 1)}
+        p50, p99 = self._durations.percentiles_us()
+        counts = dict(zip(COUNTERS, self._words.tolist(), strict=False))
+        return {**counts, "p50_us": round(p50, 1), "p99_us": round(p99, 1)}

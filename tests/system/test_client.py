@@ -57,7 +57,7 @@ def test_overlapping_replicas_count_once_and_share_the_load():
         hidden, ids, weights = batch(60, MODEL)
         out = client.moe(0, hidden, ids, weights)
         torch.testing.assert_close(out, expected(hidden, ids, weights, MODEL))
-        assert all(server.batcher.num_rows > 0 for server in servers)
+        assert all(server.batcher.counts["rows"] > 0 for server in servers)
 
 
 @pytest.mark.parametrize("hidden_size", [16, 100, 128, 1536, 2880, 7170])
@@ -113,7 +113,7 @@ def test_all_ids_skipped_gives_zeros_and_sends_nothing():
         hidden, ids, weights = batch(5, MODEL)
         out = client.moe(0, hidden, torch.full_like(ids, -1), weights)
         assert torch.equal(out, torch.zeros_like(hidden))
-        assert all(server.batcher.num_messages == 0 for server in servers)
+        assert all(server.batcher.counts["messages"] == 0 for server in servers)
 
 
 def test_duplicate_ids_add_up():
@@ -141,7 +141,7 @@ def test_one_server_gets_everything_then_nothing_for_long_then_one_row():
         few = torch.zeros(1, 3, dtype=torch.int64)
         for _ in range(1000):
             client.moe(0, hidden[:1], few, weights[:1])
-        assert servers[1].batcher.num_messages == 0
+        assert servers[1].batcher.counts["messages"] == 0
         ids = torch.tensor([[3, 4, 3]])
         torch.testing.assert_close(
             client.moe(0, hidden[:1], ids, weights[:1]),

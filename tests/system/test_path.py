@@ -60,7 +60,7 @@ def test_with_the_hca_stopped_nothing_arrives():
         hidden, ids, weights = batch(5, MODEL)
         handle = client.dispatch(0, hidden, ids, weights)
         time.sleep(0.3)
-        assert all(server.batcher.num_messages == 0 for server in servers)
+        assert all(server.batcher.counts["messages"] == 0 for server in servers)
         assert all(
             server.hca.read_word(addr) == 0
             for server in servers for addr in server.batcher.flag_addrs

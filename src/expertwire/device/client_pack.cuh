@@ -67,6 +67,7 @@ EW_DEVICE void pack_head(const ClientPackArgs& args, u32 s, u32 num_rows, const 
   head.padding_bytes = layout.padding_bytes;
   head.head_checksum = head_checksum(&head, sizeof(head) - 8);
   *at<BufferHead>(server.send_addr) = head;
+  if (server.in_place) return;  // the flag goes last, by the put
   u64* flag = at<u64>(slot_flag(server.send_addr, server.request_slot_bytes));
   flag[0] = shape.seq, flag[1] = 0;
 }

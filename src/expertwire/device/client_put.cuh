@@ -2,7 +2,8 @@
 // flag. Servers are spread over warps (ceil-divided); each loaded server is handled by one warp.
 //
 // do_ibgda true: through the work queue. false: the peer's memory is mapped here, so a warp
-// stores straight into the slot and releases the flag with system scope.
+// stores straight into the slot and releases the flag with system scope. A slot that was packed in
+// place has everything but its flag already.
 #pragma once
 
 #include "client_state.cuh"
@@ -68,8 +69,9 @@ EW_DEVICE void put_to_server(const ClientPutArgs& args, u32 s, u32 qp_id) {
     put_flag(peer, remote_flag, slot_flag(server.send_addr, server.request_slot_bytes), args.shape.seq,
              server.previous_seq, server.slot_idx, args.signal_mode, qp_id, status, s);
   } else {
-    if (!copy_to_peer(peer, remote_payload, payload, layout.payload_bytes, status, s)) return;
-    if (!copy_to_peer(peer, server.remote_addr, server.send_addr, head_bytes, status, s)) return;
+    if (!server.in_place && (!copy_to_peer(peer, remote_payload, payload, layout.payload_bytes, status, s) ||
+                             !copy_to_peer(peer, server.remote_addr, server.send_addr, head_bytes, status, s)))
+      return;
     release_flag(peer, remote_flag, args.shape.seq, status, s);
   }
 }

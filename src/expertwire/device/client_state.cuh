@@ -12,7 +12,7 @@ enum SignalMode : u32 {
 };
 
 struct ClientServer {  // one server as seen by one batch, 80 bytes
-  u64 send_addr;         // our send slot: BufferHead first, payload follows
+  u64 send_addr;         // our send slot, BufferHead first; in_place: the peer's slot as mapped here
   u64 request_slot_bytes;
   u64 remote_addr;       // "remote_buff": the request slot at the server
   u64 reply_addr;        // "recv_addrs": our reply slot, which the server writes
@@ -21,7 +21,7 @@ struct ClientServer {  // one server as seen by one batch, 80 bytes
   u64 previous_seq;      // seq that the slot's flag holds now (for kSignalAdd)
   u32 max_rows, max_pairs;  // what the slots hold
   u32 slot_idx, server_id;
-  u64 reserved;
+  u32 in_place, reserved;
 };
 
 // Where routing left its decisions; one row of each table per server or token.

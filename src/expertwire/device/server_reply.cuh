@@ -65,6 +65,7 @@ EW_DEVICE void write_reply_head(const ServerReplyArgs& args, const ServerMessage
   head.experts_us = args.experts_us, head.epoch = args.epoch;
   head.head_checksum = head_checksum(&head, sizeof(head) - 8);
   *at<ReplyHead>(reply_head(slot.reply_addr, slot.reply_slot_bytes)) = head;
+  if (slot.in_place) return;  // the flag goes last, by the put
   u64* flag = at<u64>(slot_flag(slot.reply_addr, slot.reply_slot_bytes));
   flag[0] = message.head.seq, flag[1] = 0;
 }
@@ -86,8 +87,9 @@ EW_DEVICE void put_reply(const ServerReplyArgs& args, u32 m) {
     put_flag(peer, remote_flag, slot_flag(slot.reply_addr, slot.reply_slot_bytes), message.head.seq,
              slot.previous_reply_seq, slot.slot_idx, slot.signal_mode, 0, status, m);
   } else {
-    if (!copy_to_peer(peer, slot.remote_reply_addr, slot.reply_addr, rows_bytes, status, m)) return;
-    if (!copy_to_peer(peer, remote_head, local_head, sizeof(ReplyHead), status, m)) return;
+    if (!slot.in_place && (!copy_to_peer(peer, slot.remote_reply_addr, slot.reply_addr, rows_bytes, status, m) ||
+                           !copy_to_peer(peer, remote_head, local_head, sizeof(ReplyHead), status, m)))
+      return;
     release_flag(peer, remote_flag, message.head.seq, status, m);
   }
 }

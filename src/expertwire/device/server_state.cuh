@@ -5,7 +5,7 @@
 
 struct ServerSlot {  // one request slot of one client, 96 bytes
   u64 recv_addr, recv_slot_bytes;   // where the client writes
-  u64 reply_addr, reply_slot_bytes; // our reply send slot
+  u64 reply_addr, reply_slot_bytes; // our reply send slot; in_place: the client's slot as mapped here
   u64 remote_reply_addr;            // the reply slot at the client
   u64 peer;                         // IbgdaPeer*
   u64 last_seq;                     // last message taken or refused
@@ -13,7 +13,7 @@ struct ServerSlot {  // one request slot of one client, 96 bytes
   u32 client_id, open;              // open = 0: ignored by polling
   u32 max_rows, max_pairs;          // what the slots hold
   u32 slot_idx, signal_mode;
-  u64 reserved;
+  u32 in_place, reserved;
 };
 
 struct ServerMessage {  // one message of the batch being served, 168 bytes

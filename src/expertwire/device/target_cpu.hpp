@@ -9,7 +9,7 @@
 #include "rows.hpp"
 
 #define EW_DEVICE static inline
-#define EW_KERNEL(name, Args) static void name(const Args& args)
+#define EW_KERNEL(name, Args) [[maybe_unused]] static void name(const Args& args)
 #define EW_SHARED(Type, name)       \
   static const char name##_tag = 0; \
   Type& name = *static_cast<Type*>(ew::block_shared(&name##_tag, sizeof(Type)))

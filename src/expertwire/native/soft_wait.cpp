@@ -17,7 +17,8 @@ namespace {
 
 constexpr u64 kEngineSpinNs = 20'000;
 constexpr u64 kEngineSleepNs = 5'000'000;  // safety net for doorbells that nobody announced
-constexpr u64 kPlainSpinNs = 2'000;        // before a spinning thread begins to yield its core
+constexpr u64 kPlainSpinNs = 5'000;        // a spinning thread offers its core this often
+constexpr u32 kPauses = 16;                // between two looks: a sibling hardware thread has work to do
 
 void futex_wait(std::atomic<u32>* word, u32 expected, u64 timeout_ns) {
   const timespec timeout = {static_cast<time_t>(timeout_ns / 1000000000), static_cast<long>(timeout_ns % 1000000000)};
@@ -25,20 +26,32 @@ void futex_wait(std::atomic<u32>* word, u32 expected, u64 timeout_ns) {
 }
 void futex_wake(std::atomic<u32>* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0); }
 
-void relax(u64 spun_ns) {
-  if (spun_ns > kPlainSpinNs) {
-    sched_yield();  // with more threads than cores, let somebody else do what we wait for
-    return;
-  }
+inline void pause_once() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("yield");
+  asm volatile("isb");
 #endif
 }
 
+// Spinning that leaves the core to whoever does what we wait for: pauses for a sibling hardware
+// thread, and now and then a yield for the case of more threads than cores.
+struct Spin {
+  u64 yielded_ns;
+  explicit Spin(u64 now) : yielded_ns(now) {}
+  void relax(u64 now) {
+    if (now - yielded_ns > kPlainSpinNs) {
+      sched_yield();
+      yielded_ns = now;
+      return;
+    }
+    for (u32 i = 0; i < kPauses; ++i) pause_once();
+  }
+};
+
 void engine_loop(ew_hca* hca) {
   u64 idle_since = monotonic_ns();
+  Spin spin(idle_since);
   while (!hca->stop.load(std::memory_order_acquire)) {
     const u32 kicks = hca->kicks.load(std::memory_order_acquire);
     const int executed = ew_hca_poll(hca, 256);
@@ -47,9 +60,9 @@ void engine_loop(ew_hca* hca) {
       idle_since = monotonic_ns();
       continue;
     }
-    const u64 idle = monotonic_ns() - idle_since;
-    if (idle < kEngineSpinNs) {
-      relax(idle);
+    const u64 now = monotonic_ns();
+    if (now - idle_since < kEngineSpinNs) {
+      spin.relax(now);
       continue;
     }
     hca->asleep.store(1, std::memory_order_seq_cst);
@@ -128,6 +141,7 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
                        u64 timeout_ns) {
   const u64 start = monotonic_ns();
   u64 now = start, spin_start = start;
+  Spin spin(start);
   for (;;) {
     const int changed = first_changed(words, seen, num_words);
     if (changed >= 0) return changed;
@@ -138,7 +152,7 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
     // Busy, and no thread but this one executes what is posted: do not sleep on it.
     const bool must_retry = executed == -EBUSY && !hca->thread.joinable();
     if (executed > 0 || must_retry || now - spin_start < spin_ns) {
-      if (executed <= 0) relax(now - spin_start);
+      if (executed <= 0) spin.relax(now);
       continue;
     }
     set_sleeping(hca, 1);
