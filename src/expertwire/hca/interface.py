@@ -33,7 +33,8 @@ class Window(Protocol):
 class Peer(Protocol):
     """A peer's window and memory, imported."""
 
-    pointer: ctypes.c_void_p
+    @property
+    def pointer(self) -> int: ...
 
     def map(self, rkey: int, remote_addr: int, num_bytes: int) -> int: ...
     def lost(self) -> None: ...
@@ -54,6 +55,7 @@ class Hca(Protocol):
 
     pointer: int
     wake_fd: int
+    relaxed_ordering: bool  # writes may land in another order than they were posted
 
     def alloc(self, num_bytes: int) -> Buffer: ...
     def register(self, addr: int, num_bytes: int, access: int) -> MemoryRegion: ...

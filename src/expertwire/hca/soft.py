@@ -30,6 +30,15 @@ class Stats(ctypes.Structure):
     )
 
 
+class FaultPlan(ctypes.Structure):
+    """How the path to the peers misbehaves (hca/fault.py says what each field does)."""
+
+    _fields_ = (
+        ("seed", c_uint64), ("mtu", c_uint32), ("reorder", c_uint32), ("max_delay", c_uint32),
+        ("duplicate_one_in", c_uint32), ("drop_one_in", c_uint32),
+    )
+
+
 class QpMemory(ctypes.Structure):
     """Caller-provided memory of a queue pair, e.g. pinned; all zero: the HCA allocates."""
 
@@ -55,6 +64,7 @@ def _calls() -> SimpleNamespace:
         wait=declare("ew_hca_wait", c_int, p, p, p, u32, u64, u64),
         stats=declare("ew_hca_get_stats", None, p, POINTER(Stats)),
         set_hook=declare("ew_hca_set_hook", None, p, HOOK_TYPE, p),
+        set_faults=declare("ew_hca_set_faults", None, p, POINTER(FaultPlan)),
         window_create=declare("ew_window_create", c_int, p, POINTER(p)),
         window_fd=declare("ew_window_fd", c_int, p),
         window_publish=declare("ew_window_publish", c_int, p, u32, u32, u64, POINTER(u32)),
@@ -156,6 +166,11 @@ class SoftPeer(_Handle):
             ), "importing a peer",
         )
 
+    @property
+    def pointer(self) -> int:
+        """The native handle, for native code; 0 once closed."""
+        return self._pointer.value or 0
+
     def map(self, rkey: int, remote_addr: int, num_bytes: int) -> int:
         """Address here of a remote range that the peer lets us write."""
         addr = c_uint64()
@@ -246,6 +261,7 @@ class SoftHca(_Handle):
         _check(self._call.pd(self.handle, byref(pd)), "allocating a protection domain")
         self.pd = pd.value
         self._hook = None
+        self.relaxed_ordering = False  # writes may pass each other (only with set_faults)
         self._words: dict[int, tuple] = {}
 
     @property
@@ -334,6 +350,11 @@ class SoftHca(_Handle):
         """Calls hook(context, qpn, wqe_idx, wqe address, bytes) before every WQE."""
         self._hook = HOOK_TYPE(hook) if hook else HOOK_TYPE()
         self._call.set_hook(self.handle, self._hook, None)
+
+    def set_faults(self, plan: FaultPlan | None) -> None:
+        """Makes the path to the peers misbehave, for tests; None: writes land at once again."""
+        self._call.set_faults(self.handle, byref(plan) if plan else None)
+        self.relaxed_ordering = bool(plan and plan.reorder)
 
     def stats(self) -> dict:
         """Executed WQEs by opcode name, bytes moved, CQEs, error CQEs, doorbells, wake-ups."""

@@ -139,6 +139,12 @@ u32 execute_transfer(ew_qp* qp, Wqe* wqe, u64 max_bytes, u64* moved, bool* finis
     release_remote(key);
     return kNoReceiveYet;
   }
+  if (!is_read && qp->hca->faulty) {
+    release_remote(key);
+    send_in_pieces(qp, data.list, data.count, load_be32(raddr + 8), addr);
+    *moved = data.num_bytes;
+    return kSyndromeNone;
+  }
   if (is_read ? !load_word(data, remote) : !store_word(data, remote)) {
     const u64 count = std::min(data.num_bytes - qp->progress, max_bytes);
     move_bytes(data, remote + qp->progress, qp->progress, count, !is_read);
@@ -263,6 +269,8 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
   const bool masked = wqe.opcode == kMaskedCompareSwap || wqe.opcode == kMaskedFetchAdd;
   if (syndrome == kSyndromeNone && wqe.opmod != 0 && !masked) syndrome = kLocalQpOperation;
 
+  // Atomics, reads and immediates come after the writes before them, whatever the path does.
+  if (!qp->pieces.empty() && wqe.opcode != kWrite) land_all(qp);
   if (syndrome == kSyndromeNone) {
     switch (wqe.opcode) {
       case kNop:
@@ -297,6 +305,7 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
   qp->hca->stats.bytes += *moved;
   if (syndrome == kSyndromeNone && !finished) return Step::kProgress;
   const u64 num_bytes = std::max(qp->progress, *moved);
+  if (!qp->pieces.empty() && wqe.opcode == kWriteImm) land_all(qp);
   if (syndrome == kSyndromeNone && wqe.opcode == kWriteImm) deliver_immediate(qp, wqe, num_bytes);
   qp->rnr_since_ns = 0;
   qp->progress = 0;

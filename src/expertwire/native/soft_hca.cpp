@@ -88,6 +88,7 @@ u32 run_queue(ew_qp* qp, u32 max_wqes, bool* stalled) {
     if (step != Step::kProgress) break;
     ++done, bytes += moved;
   }
+  if (!qp->pieces.empty()) done += land_some(qp);
   return done;
 }
 
@@ -211,6 +212,7 @@ EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
   if (state >= kRtr && state <= kRts && !qp->peer)
     return ew_fail(-ENOTCONN, "queue pair %#x has no peer yet", qp->info.qpn);
   if (state == kReset) {
+    land_all(qp);
     qp->pi = qp->ci = qp->num_cqe_written = qp->progress = qp->rnr_since_ns = 0;
     qp->first_syndrome = 0, qp->first_error_idx = 0, qp->cq_error = false;
     qp->last_record = 0, qp->last_register[0] = qp->last_register[1] = 0, qp->last_proxy = 0;
@@ -255,6 +257,7 @@ EW_API void ew_qp_indices(ew_qp* qp, u64* pi, u64* ci) {
 
 EW_API void ew_qp_destroy(ew_qp* qp) {
   std::unique_lock guard(qp->hca->lock);
+  land_all(qp);
   auto& all = qp->hca->qps;
   all.erase(std::remove(all.begin(), all.end(), qp), all.end());
   if (qp->peer) --qp->peer->num_qps;
