@@ -218,7 +218,7 @@ def test_33_immediate_from_the_device_code():
 def test_33_bad_key_is_told_before_a_missing_receive():
     with Rig() as rig:
         rig.do(rig.write(opcode=WRITE_IMM, rkey=rig.rkey ^ 1))
-        assert rig.error() == 0x13
+        assert rig.error() == 0x13 and rig.window.poll_recv() is None
 
 
 def test_33_waiting_for_a_receive_shows_the_entry_to_the_hook_once():

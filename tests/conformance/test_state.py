@@ -161,7 +161,7 @@ def test_39_states_go_forward_one_by_one():
         qp = rig.add_qp(connect=False)
         assert qp.state == STATE_RESET
         for wrong in (STATE_RTR, STATE_RTS, 4, 7, 100):
-            with pytest.raises(HcaError, match="cannot go"):
+            with pytest.raises(HcaError, match="from"):
                 qp.modify(wrong)
         qp.modify(STATE_INIT)
         with pytest.raises(HcaError, match="no peer"):

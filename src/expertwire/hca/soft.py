@@ -247,15 +247,17 @@ class SoftQp(_Handle):
 class SoftHca(_Handle):
     """A software HCA context.
 
-    thread: with its own engine thread; without one, `poll` or `wait` must be called.
+    thread: with its own engine thread; without one, `poll` or `wait` must be called. spin: that
+    thread never sleeps, which costs a core; for rings that a GPU posts to, since it cannot kick.
     """
 
     _what = "HCA"
 
-    def __init__(self, *, thread: bool = True):
+    def __init__(self, *, thread: bool = True, spin: bool = False):
         super().__init__()
         self._call = _calls()
-        _check(self._call.create(1 if thread else 0, byref(self._pointer)), "opening the soft HCA")
+        flags = (1 if thread else 0) | (2 if spin else 0)
+        _check(self._call.create(flags, byref(self._pointer)), "opening the soft HCA")
         self.wake_fd = self._call.wake_fd(self.handle)
         pd = c_uint32()
         _check(self._call.pd(self.handle, byref(pd)), "allocating a protection domain")
@@ -348,8 +350,9 @@ class SoftHca(_Handle):
 
     def set_hook(self, hook) -> None:
         """Calls hook(context, qpn, wqe_idx, wqe address, bytes) before every WQE."""
-        self._hook = HOOK_TYPE(hook) if hook else HOOK_TYPE()
-        self._call.set_hook(self.handle, self._hook, None)
+        callback = HOOK_TYPE(hook) if hook else HOOK_TYPE()
+        self._call.set_hook(self.handle, callback, None)
+        self._hook = callback  # only now may the one before go: the engine cannot be in it any more
 
     def set_faults(self, plan: FaultPlan | None) -> None:
         """Makes the path to the peers misbehave, for tests; None: writes land at once again."""
