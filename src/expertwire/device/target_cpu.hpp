@@ -100,7 +100,7 @@ EW_DEVICE T atomic_cas(T* p, T expected, T v) {
 }
 template <typename T>
 EW_DEVICE T atomic_cas_system(T* p, T expected, T v) {
-  if (ew::seeded()) ew::seeded_point();
+  if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
   return expected;
 }
