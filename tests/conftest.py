@@ -10,6 +10,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--schedules", type=int, default=20, metavar="N",
+        help="interleavings that tests/schedules tries of every scenario (default 20)",
+    )
+
+
 TOKEN = b"test-token-0123456789abcdef"
 
 

@@ -15,7 +15,7 @@ from expertwire.device_structs import (
 )
 from expertwire.launch import Launch
 
-PUT, PUT_ALWAYS_POST, INLINE, ADD4, ADD8, GET, QUIET, SIGNAL_IMM = range(8)
+PUT, PUT_ALWAYS_POST, INLINE, ADD4, ADD8, GET, QUIET, SIGNAL_IMM, FILL, AWAIT, COPY = range(11)
 
 
 class BareQp:

@@ -14,7 +14,7 @@ from .device_structs import SIGNAL_ADD, SIGNAL_WRITE, ServerSlot
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
-from .link import DATA_PROTOCOL, parse_hex
+from .link import DATA_PROTOCOL, check_signal_mode, parse_hex
 from .message import ReplyMode, SlotShape
 
 
@@ -72,6 +72,7 @@ def admit(
     try:
         request, fds = channel.recv(timeout)
         shape = check_request(request, model, config)
+        check_signal_mode(hca, request["signal_mode"], request.get("do_ibgda", True))
         link = ClientLink(request, shape, channel)
         endpoint = Endpoint(
             hca, send_bytes=shape.num_slots * shape.reply_slot_bytes,

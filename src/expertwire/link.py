@@ -9,6 +9,7 @@ from typing import Any
 from .config import SIGNAL_MODES, ClientConfig
 from .connection import Endpoint
 from .control import Channel, connect_unix
+from .device_structs import SIGNAL_WRITE
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
@@ -49,6 +50,7 @@ def open_link(
     Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
     the server refuses (another model, sizes beyond its limits).
     """
+    check_signal_mode(hca, SIGNAL_MODES[config.signal_mode], config.do_ibgda)
     # One stalled server must not keep the others from being connected to.
     timeout = min(config.connect_timeout / 2, 2.0)
     channel = connect_unix(server.address, token, timeout)
@@ -90,6 +92,15 @@ def open_link(
     return ServerLink(
         server.server_id, server.seat, list(server.experts), endpoint, channel, shape
     )
+
+
+def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:
+    """Raises ConfigError if a flag could be seen before the writes that it announces."""
+    if do_ibgda and signal_mode == SIGNAL_WRITE and hca.relaxed_ordering:
+        raise ConfigError(
+            'signal_mode "write" needs a path that keeps writes in order, and this one may not: '
+            'use "add"'
+        )
 
 
 def parse_hex(message: dict, name: str) -> bytes:

@@ -258,18 +258,24 @@ class DeviceRig(Rig):
             local_addr=self.local.addr + local_offset, **fields,
         )
 
+    def run_args(self, per_warp) -> tuple[IbgdaRunArgs, ctypes.Array]:
+        """Arguments of the ibgda_run kernel and one KernelStatus per warp."""
+        flat = [IbgdaOperation(**o) for operations in per_warp for o in operations]
+        self._table = (IbgdaOperation * len(flat))(*flat)
+        status = (KernelStatus * len(per_warp))()
+        return IbgdaRunArgs(
+            peer=ctypes.addressof(self.device_peer), operations=ctypes.addressof(self._table),
+            status=ctypes.addressof(status), num_operations=len(per_warp[0]),
+        ), status
+
     def launch(
-        self, per_warp, *, warp_size: int = 4, seed: int | None = None, engine: bool = True
+        self, per_warp, *, warp_size: int = 4, seed: int | None = None, engine: bool = True,
+        blocks: int = 1,
     ) -> list[KernelStatus]:
         """per_warp: one list of operations per warp, all of the same length."""
-        flat = [IbgdaOperation(**o) for operations in per_warp for o in operations]
-        table = (IbgdaOperation * len(flat))(*flat)
-        status = (KernelStatus * len(per_warp))()
-        args = IbgdaRunArgs(
-            peer=ctypes.addressof(self.device_peer), operations=ctypes.addressof(table),
-            status=ctypes.addressof(status), num_operations=len(per_warp[0]),
-        )
-        launch = Launch([("ibgda_run", args)], warps=len(per_warp), warp_size=warp_size)
+        args, status = self.run_args(per_warp)
+        launch = Launch([("ibgda_run", args)], grid=blocks, warps=len(per_warp) // blocks,
+                        warp_size=warp_size)
         hcas = hca_array(self.here.pointer) if engine else None
         if seed is None:
             launch.run(hcas)

@@ -10,6 +10,7 @@ import pytest
 from expertwire.hca.wqe import Cqe
 from tests.conformance.rig import (
     COLLAPSED,
+    LOCAL_QP_OPERATION,
     NOP,
     REMOTE_ACCESS,
     WRITE,
@@ -85,7 +86,7 @@ def test_22_ring_queue_flips_the_owner_bit():
             rig.set_consumer(i + 1)
 
 
-@pytest.mark.parametrize("depth", [64, 1024, 32768])
+@pytest.mark.parametrize("depth", [1 << n for n in range(4, 16)])
 def test_23_quiet_against_a_64_bit_model(depth):
     """Every state of (reserved, completed) around the wraps of the 16-bit counter."""
     for base in (0, 65536 - depth, 65535, 65536, 131071, (1 << 32) - 1):
@@ -166,3 +167,23 @@ def test_26_counter_is_never_seen_before_the_rest():
             thread.join()
         assert not torn and len(seen) > 1
         assert Cqe.decode(rig.raw_cqe()).byte_count == 3000
+
+
+def test_22_overrun_fails_the_queue_unless_it_is_to_be_ignored():
+    with Rig(64, num_cqe=16, cq_flags=0) as rig:
+        rig.post(*[rig.wqe(NOP) for _ in range(17)])
+        rig.run()
+        assert [rig.cqe(i).wqe_counter for i in range(16)] == list(range(16))
+        assert rig.cqe(0).owner == 0, "the unread completion was not overwritten"
+        assert rig.qp.state == 6
+    with Rig(64, num_cqe=16, cq_flags=2) as rig:
+        rig.post(*[rig.wqe(NOP) for _ in range(40)])
+        rig.run()
+        assert rig.error() == 0 and rig.cqe(7).wqe_counter == 39
+
+
+def test_22_overrun_is_told_although_no_completion_can():
+    with Rig(64, num_cqe=16, cq_flags=0) as rig:
+        rig.post(*[rig.wqe(NOP) for _ in range(17)])
+        rig.run()
+        assert rig.qp.first_error() == (LOCAL_QP_OPERATION, 16)

@@ -13,6 +13,8 @@ from tests.conformance.rig import (
     ATOMIC_FA,
     LOCAL_LENGTH,
     LOCAL_PROTECTION,
+    LOCAL_QP_OPERATION,
+    MASKED_FA,
     READ,
     REMOTE_ACCESS,
     WRITE,
@@ -264,3 +266,39 @@ def test_35_page_that_the_peer_scribbled_on_harms_nobody():
                 break
         rig.do(rig.write())
         rig.there.wait([], [], spin_ns=0, timeout_ns=1000)
+
+
+REFUSED = {
+    "write, unknown lkey": (lambda r: r.write(data=(r.segment(0, 64, r.lkey ^ 1),)), 0x04),
+    "write, second segment outside": (
+        lambda r: r.write(data=(r.segment(0, 64), r.segment(SIZE - 1, 2))), 0x04),
+    "write, unknown rkey": (lambda r: r.write(rkey=r.rkey ^ 1), 0x13),
+    "write, one byte too long": (lambda r: r.write(SIZE - 63, 0, 64), 0x13),
+    "inline, one byte too long": (lambda r: r.inline(SIZE - 3, b"abcd"), 0x13),
+    "read, outside": (lambda r: r.write(SIZE - 4, 0, 8, opcode=READ), 0x13),
+    "read, unknown lkey": (
+        lambda r: r.write(opcode=READ, data=(r.segment(0, 8, r.lkey ^ 1),)), 0x04),
+    "atomic, outside": (lambda r: r.atomic(ATOMIC_FA, b"\1" * 16, SIZE), 0x13),
+    "atomic, misaligned": (lambda r: r.atomic(ATOMIC_FA, b"\1" * 16, 4), 0x12),
+    "atomic, result outside": (
+        lambda r: r.atomic(ATOMIC_FA, b"\1" * 16, 0, SIZE - 4), 0x04),
+    "atomic, result of 4 bytes": (
+        lambda r: r.atomic(ATOMIC_FA, b"\1" * 16, sink_bytes=4), LOCAL_LENGTH),
+    "masked, wrong opmod": (
+        lambda r: r.atomic(MASKED_FA, b"\1" * 16, opmod=7), LOCAL_QP_OPERATION),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_38_nothing_is_written_when_a_check_fails(case):
+    """Neither to the peer nor to the place of the result, nor by what was posted behind it."""
+    make, syndrome = REFUSED[case]
+    with Rig(num_bytes=SIZE) as rig:
+        rig.fill(0, b"\x55" * SIZE)
+        rig.fill_remote(0, b"\xaa" * SIZE)
+        rig.post(make(rig), rig.write(0, 0, 64), rig.inline(64, b"behind"))
+        rig.run()
+        assert rig.error() == syndrome
+        assert rig.at_remote(0, SIZE) == b"\xaa" * SIZE
+        assert rig.at_local(0, SIZE) == b"\x55" * SIZE
+

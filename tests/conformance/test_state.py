@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from expertwire.errors import HcaError
 from expertwire.hca.soft import (
     STATE_ERR,
     STATE_INIT,
@@ -153,3 +154,19 @@ def test_42_reset_forgets_a_wait_for_a_receive():
         rig.window.post_recv(1)
         rig.run()
         assert rig.qp.indices() == (1, 1)
+
+
+def test_39_states_go_forward_one_by_one():
+    with Rig() as rig:
+        qp = rig.add_qp(connect=False)
+        assert qp.state == STATE_RESET
+        for wrong in (STATE_RTR, STATE_RTS, 4, 7, 100):
+            with pytest.raises(HcaError, match="from"):
+                qp.modify(wrong)
+        qp.modify(STATE_INIT)
+        with pytest.raises(HcaError, match="no peer"):
+            qp.modify(STATE_RTR)
+        qp.connect(rig.peer, 1)
+        assert qp.state == STATE_RTS
+        with pytest.raises(HcaError, match="connected already"):
+            qp.connect(rig.peer, 1)

@@ -7,6 +7,9 @@
 enum IbgdaOp : u32 {
   kRunPut = 0, kRunPutAlwaysPost = 1, kRunInline = 2, kRunAdd4 = 3, kRunAdd8 = 4, kRunGet = 5, kRunQuiet = 6,
   kRunSignalImm = 7,
+  kRunFill = 8,   // lane 0 stores `value` to every word of num_bytes at local_addr, relaxed
+  kRunAwait = 9,  // until the word at local_addr is `value`
+  kRunCopy = 10,  // lane 0 copies num_bytes at remote_addr (an address of ours) to local_addr
 };
 
 struct IbgdaOperation {  // 48 bytes
@@ -41,6 +44,26 @@ EW_DEVICE bool run_operation(const IbgdaRunArgs& args, const IbgdaOperation& o, 
       return ibgda_get_nbi_warp(peer, o.remote_addr, o.local_addr, bytes, o.qp_id, status, args.peer_idx);
     case kRunSignalImm:
       return ibgda_signal_imm(peer, o.remote_addr, static_cast<u32>(o.value), o.qp_id, status, args.peer_idx);
+    case kRunFill:
+      for (u64 i = 0; lane_id() == 0 && i < o.num_bytes / 8; ++i)
+        store_relaxed(at<u64>(o.local_addr) + i, o.value, Scope::kSystem);
+      warp_sync();
+      return true;
+    case kRunAwait: {
+      const u64 deadline = clock_ns() + peer->timeout_ns;
+      u32 ok = 1;
+      while (lane_id() == 0 && ok && load_acquire(at<const u64>(o.local_addr), Scope::kSystem) != o.value) {
+        ok = clock_ns() < deadline;
+        spin_pause();
+      }
+      if (!ok) report(status, kTimeout, kStagePoll, args.peer_idx, o.value, 0);
+      return warp_shuffle(ok, 0);
+    }
+    case kRunCopy:
+      for (u64 i = 0; lane_id() == 0 && i < o.num_bytes / 8; ++i)
+        at<u64>(o.local_addr)[i] = load_relaxed(at<const u64>(o.remote_addr) + i, Scope::kSystem);
+      warp_sync();
+      return true;
     default: {
       u32 ok = 1;
       if (lane_id() == 0) ok = ibgda_quiet(peer, peer_qp(peer, o.qp_id), status, args.peer_idx);

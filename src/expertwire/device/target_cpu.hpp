@@ -69,8 +69,8 @@ EW_DEVICE void store_relaxed(T* p, T v, Scope) {
   __atomic_store_n(p, v, __ATOMIC_RELAXED);
 }
 template <typename T>
-EW_DEVICE void store_release(T* p, T v, Scope) {
-  if (ew::seeded()) ew::seeded_fence();
+EW_DEVICE void store_release(T* p, T v, Scope scope) {
+  if (ew::seeded() && !ew::seeded_release(p, &v, sizeof(T), scope == Scope::kSystem)) return ew::seeded_point();
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
   if (ew::seeded()) ew::seeded_point();
 }
@@ -81,38 +81,38 @@ EW_DEVICE void store_vec16(Vec16* p, const Vec16& v, Scope) {
   __atomic_store_n(reinterpret_cast<u64*>(p), half[0], __ATOMIC_RELAXED);
   __atomic_store_n(reinterpret_cast<u64*>(p) + 1, half[1], __ATOMIC_RELAXED);
 }
-EW_DEVICE void fence(Scope) {
-  if (ew::seeded()) ew::seeded_fence();
+EW_DEVICE void fence(Scope scope) {
+  if (ew::seeded()) ew::seeded_fence(scope == Scope::kSystem);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 // Atomics are relaxed, as on a GPU: they order nothing but themselves.
 template <typename T>
 EW_DEVICE T atomic_add(T* p, T v) {
-  if (ew::seeded()) ew::seeded_point();
+  if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
   return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
 template <typename T>
 EW_DEVICE T atomic_cas(T* p, T expected, T v) {
-  if (ew::seeded()) ew::seeded_point();
+  if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
 template <typename T>
 EW_DEVICE T atomic_cas_system(T* p, T expected, T v) {
-  if (ew::seeded()) ew::seeded_point();
+  if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
   return expected;
 }
 EW_DEVICE u64 atomic_max(u64* p, u64 v) {
-  if (ew::seeded()) ew::seeded_point();
+  if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
   u64 old = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
   return old;
 }
 EW_DEVICE u32 atomic_exchange(u32* p, u32 v) {
-  if (ew::seeded()) ew::seeded_point();
+  if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
   return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
 }
 

@@ -30,6 +30,15 @@ class Stats(ctypes.Structure):
     )
 
 
+class FaultPlan(ctypes.Structure):
+    """How the path to the peers misbehaves (hca/fault.py says what each field does)."""
+
+    _fields_ = (
+        ("seed", c_uint64), ("mtu", c_uint32), ("reorder", c_uint32), ("max_delay", c_uint32),
+        ("duplicate_one_in", c_uint32), ("drop_one_in", c_uint32),
+    )
+
+
 class QpMemory(ctypes.Structure):
     """Caller-provided memory of a queue pair, e.g. pinned; all zero: the HCA allocates."""
 
@@ -49,12 +58,13 @@ def _calls() -> SimpleNamespace:
         kick=declare("ew_hca_kick", None, p),
         pd=declare("ew_hca_pd", c_int, p, POINTER(u32)),
         register=declare("ew_hca_register", c_int, p, u32, u64, u64, u32, POINTER(u32)),
-        revoke=declare("ew_hca_revoke", c_int, p, u32),
+        revoke=declare("ew_hca_revoke", c_int, p, u32, u64),
         wake_fd=declare("ew_hca_wake_fd", c_int, p),
         interrupt=declare("ew_hca_interrupt", None, p),
         wait=declare("ew_hca_wait", c_int, p, p, p, u32, u64, u64),
         stats=declare("ew_hca_get_stats", None, p, POINTER(Stats)),
         set_hook=declare("ew_hca_set_hook", None, p, HOOK_TYPE, p),
+        set_faults=declare("ew_hca_set_faults", None, p, POINTER(FaultPlan)),
         window_create=declare("ew_window_create", c_int, p, POINTER(p)),
         window_fd=declare("ew_window_fd", c_int, p),
         window_publish=declare("ew_window_publish", c_int, p, u32, u32, u64, POINTER(u32)),
@@ -85,12 +95,29 @@ def _check(code: int, what: str) -> None:
         raise HcaError(f"{what}: {last_error()}")
 
 
-class SoftWindow:
+class _Handle:
+    """A native object. Using it after it was closed is an error, not a crash."""
+
+    _what = "object"
+
+    def __init__(self):
+        self._pointer = c_void_p()
+
+    @property
+    def handle(self) -> c_void_p:
+        if not self._pointer:
+            raise HcaError(f"the {self._what} is closed")
+        return self._pointer
+
+
+class SoftWindow(_Handle):
     """The keys that one peer gets (interface.Window), and the receives posted for it."""
 
+    _what = "window"
+
     def __init__(self, hca: SoftHca):
+        super().__init__()
         self._call = hca._call
-        self._pointer = c_void_p()
         _check(self._call.window_create(hca.handle, byref(self._pointer)), "creating a window")
         self.fd = self._call.window_fd(self._pointer)
 
@@ -98,23 +125,23 @@ class SoftWindow:
         """Lets the peer use a region; returns the rkey, random and for this peer only."""
         rkey = c_uint32()
         _check(
-            self._call.window_publish(self._pointer, mr.lkey, fd_idx, fd_offset, byref(rkey)),
+            self._call.window_publish(self.handle, mr.lkey, fd_idx, fd_offset, byref(rkey)),
             "publishing a region",
         )
         return rkey.value
 
     def revoke(self, rkey: int, timeout: float = 1.0) -> None:
         """After this the peer's engine writes nothing through the key any more."""
-        _check(self._call.window_revoke(self._pointer, rkey, int(timeout * 1e9)), "revoking a key")
+        _check(self._call.window_revoke(self.handle, rkey, int(timeout * 1e9)), "revoking a key")
 
     def post_recv(self, count: int) -> None:
         """Allows `count` more writes with immediate from the peer, at most 64 open ones."""
-        _check(self._call.post_recv(self._pointer, count), "posting receives")
+        _check(self._call.post_recv(self.handle, count), "posting receives")
 
     def poll_recv(self) -> bytes | None:
         """The oldest receive completion, 64 bytes, or None."""
         cqe = ctypes.create_string_buffer(64)
-        return cqe.raw if self._call.poll_recv(self._pointer, cqe) else None
+        return cqe.raw if self._call.poll_recv(self.handle, cqe) else None
 
     def close(self) -> None:
         if self._pointer:
@@ -122,56 +149,65 @@ class SoftWindow:
             self._pointer = c_void_p()
 
 
-class SoftPeer:
+class SoftPeer(_Handle):
     """A peer's window and memory, mapped (interface.Peer)."""
+
+    _what = "peer"
 
     def __init__(
         self, hca: SoftHca, window_fd: int, wake_fd: int, region_fds: Sequence[int]
     ):
+        super().__init__()
         self._call = hca._call
-        self.pointer = c_void_p()
         fds = (c_int * max(len(region_fds), 1))(*region_fds)
         _check(
             self._call.peer_import(
-                hca.handle, window_fd, wake_fd, fds, len(region_fds), byref(self.pointer)
+                hca.handle, window_fd, wake_fd, fds, len(region_fds), byref(self._pointer)
             ), "importing a peer",
         )
+
+    @property
+    def pointer(self) -> int:
+        """The native handle, for native code; 0 once closed."""
+        return self._pointer.value or 0
 
     def map(self, rkey: int, remote_addr: int, num_bytes: int) -> int:
         """Address here of a remote range that the peer lets us write."""
         addr = c_uint64()
         _check(
-            self._call.peer_map(self.pointer, rkey, remote_addr, num_bytes, byref(addr)),
+            self._call.peer_map(self.handle, rkey, remote_addr, num_bytes, byref(addr)),
             "mapping the peer's memory",
         )
         return addr.value
 
     def lost(self) -> None:
         """Everything posted to it from now on completes with syndrome 0x15."""
-        if self.pointer:
-            self._call.peer_lost(self.pointer)
+        if self._pointer:
+            self._call.peer_lost(self._pointer)
 
     def notify(self) -> None:
         """Wakes the peer if it sleeps."""
-        if self.pointer:
-            self._call.peer_notify(self.pointer)
+        if self._pointer:
+            self._call.peer_notify(self._pointer)
 
     def close(self) -> None:
-        if self.pointer:
-            _check(self._call.peer_destroy(self.pointer), "releasing a peer")
-            self.pointer = c_void_p()
+        if self._pointer:
+            _check(self._call.peer_destroy(self._pointer), "releasing a peer")
+            self._pointer = c_void_p()
 
 
-class SoftQp:
+class SoftQp(_Handle):
     """One queue pair (interface.QueuePair)."""
+
+    _what = "queue pair"
 
     def __init__(
         self, hca: SoftHca, depth: int, num_cqe: int, cq_flags: int, pd: int,
         memory: QpMemory | None,
     ):
+        super().__init__()
         self._call = hca._call
         self.info = QpInfo()
-        self._pointer = c_void_p()
         _check(
             self._call.qp_create(
                 hca.handle, pd, depth, num_cqe, cq_flags, memory, byref(self._pointer),
@@ -181,25 +217,25 @@ class SoftQp:
 
     def connect(self, peer: SoftPeer, remote_qpn: int) -> None:
         """RESET -> INIT -> RTR -> RTS towards the peer's queue pair."""
-        _check(self._call.qp_connect(self._pointer, peer.pointer, remote_qpn), "connecting")
+        _check(self._call.qp_connect(self.handle, peer.handle, remote_qpn), "connecting")
 
     def modify(self, state: int) -> None:
-        _check(self._call.qp_modify(self._pointer, state), "changing the state")
+        _check(self._call.qp_modify(self.handle, state), "changing the state")
 
     @property
     def state(self) -> int:
-        return self._call.qp_state(self._pointer)
+        return self._call.qp_state(self.handle)
 
     def first_error(self) -> tuple[int, int]:
         """(syndrome, WQE index) of the first error, (0, 0) if none."""
         idx = c_uint64()
-        syndrome = self._call.qp_first_error(self._pointer, byref(idx))
+        syndrome = self._call.qp_first_error(self.handle, byref(idx))
         return syndrome, idx.value
 
     def indices(self) -> tuple[int, int]:
         """(producer, consumer) index as the engine knows them, in 64-byte blocks."""
         pi, ci = c_uint64(), c_uint64()
-        self._call.qp_indices(self._pointer, byref(pi), byref(ci))
+        self._call.qp_indices(self.handle, byref(pi), byref(ci))
         return pi.value, ci.value
 
     def destroy(self) -> None:
@@ -208,29 +244,32 @@ class SoftQp:
             self._pointer = c_void_p()
 
 
-class SoftHca:
+class SoftHca(_Handle):
     """A software HCA context.
 
     thread: with its own engine thread; without one, `poll` or `wait` must be called. spin: that
     thread never sleeps, which costs a core; for rings that a GPU posts to, since it cannot kick.
     """
 
+    _what = "HCA"
+
     def __init__(self, *, thread: bool = True, spin: bool = False):
+        super().__init__()
         self._call = _calls()
-        self.handle = c_void_p()
         flags = (1 if thread else 0) | (2 if spin else 0)
-        _check(self._call.create(flags, byref(self.handle)), "opening the soft HCA")
+        _check(self._call.create(flags, byref(self._pointer)), "opening the soft HCA")
         self.wake_fd = self._call.wake_fd(self.handle)
         pd = c_uint32()
         _check(self._call.pd(self.handle, byref(pd)), "allocating a protection domain")
         self.pd = pd.value
         self._hook = None
+        self.relaxed_ordering = False  # writes may pass each other (only with set_faults)
         self._words: dict[int, tuple] = {}
 
     @property
     def pointer(self) -> int:
         """The native context, as launches take it."""
-        return self.handle.value or 0
+        return self._pointer.value or 0
 
     def alloc_pd(self) -> int:
         pd = c_uint32()
@@ -251,9 +290,13 @@ class SoftHca:
         )
         return MemoryRegion(addr, num_bytes, key.value, access)
 
-    def revoke(self, mr: MemoryRegion) -> None:
-        """Nothing uses the region any more after this."""
-        _check(self._call.revoke(self.handle, mr.lkey), "revoking memory")
+    def revoke(self, mr: MemoryRegion, timeout: float = 0.2) -> None:
+        """Nobody uses the region any more after this, also no peer that it was published to.
+
+        Raises HcaError when a peer that stopped in the middle of a write still holds it after
+        `timeout` seconds; the memory must then not be reused.
+        """
+        _check(self._call.revoke(self.handle, mr.lkey, int(timeout * 1e9)), "revoking memory")
 
     def create_window(self) -> SoftWindow:
         return SoftWindow(self)
@@ -297,8 +340,8 @@ class SoftHca:
 
     def interrupt(self) -> None:
         """Makes a thread in `wait` return."""
-        if self.handle:
-            self._call.interrupt(self.handle)
+        if self._pointer:
+            self._call.interrupt(self._pointer)
 
     @staticmethod
     def read_word(addr: int) -> int:
@@ -310,6 +353,11 @@ class SoftHca:
         callback = HOOK_TYPE(hook) if hook else HOOK_TYPE()
         self._call.set_hook(self.handle, callback, None)
         self._hook = callback  # only now may the one before go: the engine cannot be in it any more
+
+    def set_faults(self, plan: FaultPlan | None) -> None:
+        """Makes the path to the peers misbehave, for tests; None: writes land at once again."""
+        self._call.set_faults(self.handle, byref(plan) if plan else None)
+        self.relaxed_ordering = bool(plan and plan.reorder)
 
     def stats(self) -> dict:
         """Executed WQEs by opcode name, bytes moved, CQEs, error CQEs, doorbells, wake-ups."""
@@ -323,9 +371,9 @@ class SoftHca:
 
     def close(self) -> None:
         """Stops the engine. Queue pairs, windows and peers must be closed before."""
-        if self.handle:
-            _check(self._call.destroy(self.handle), "closing the soft HCA")
-            self.handle = c_void_p()
+        if self._pointer:
+            _check(self._call.destroy(self._pointer), "closing the soft HCA")
+            self._pointer = c_void_p()
 
     def __enter__(self) -> SoftHca:
         return self

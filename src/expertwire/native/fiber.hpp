@@ -95,7 +95,9 @@ void* block_shared(const void* tag, size_t num_bytes);
 
 // Seeded scheduler (schedule.cpp): scheduling points and held-back stores.
 void seeded_point();
-void seeded_fence();
+void seeded_fence(bool system);
+bool seeded_release(void* dst, const void* value, size_t num_bytes, bool system);  // true: store it now
+void seeded_atomic(const void* p, size_t num_bytes);
 void seeded_store(void* dst, const void* value, size_t num_bytes);
 void seeded_copy(void* dst, const void* src, u64 num_bytes);
 void seeded_read(const void* src, void* value, size_t num_bytes);

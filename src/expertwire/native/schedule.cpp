@@ -23,9 +23,9 @@ void Schedule::release(size_t idx) {
   held.erase(held.begin() + static_cast<long>(idx));
 }
 
-void Schedule::release_overlapping(const void* p, size_t num_bytes) {
+void Schedule::release_visible(const void* p, size_t num_bytes) {
   for (size_t i = 0; i < held.size();)
-    if (overlaps(held[i].dst, held[i].bytes.size(), static_cast<const u8*>(p), num_bytes))
+    if (visible(held[i]) && overlaps(held[i].dst, held[i].bytes.size(), static_cast<const u8*>(p), num_bytes))
       release(i);
     else
       ++i;
@@ -33,7 +33,7 @@ void Schedule::release_overlapping(const void* p, size_t num_bytes) {
 
 void Schedule::release_block(BlockState* block) {
   for (size_t i = 0; i < held.size();)
-    if (held[i].block == block)
+    if (held[i].on_gpu || held[i].block == block)
       release(i);
     else
       ++i;
@@ -63,13 +63,34 @@ void seeded_point() {
   if (lane->schedule->one_in(4)) lane_yield();
 }
 
-void seeded_fence() { lane->schedule->release_block(lane->block); }
+void seeded_fence(bool system) {
+  Schedule* s = lane->schedule;
+  if (system) return s->release_block(lane->block);
+  for (HeldStore& store : s->held) store.on_gpu |= store.block == lane->block;
+}
+
+static void hold(void* dst, const void* value, size_t num_bytes, bool on_gpu) {
+  const auto* bytes = static_cast<const u8*>(value);
+  lane->schedule->held.push_back(
+      {lane->block, on_gpu, static_cast<u8*>(dst), std::vector<u8>(bytes, bytes + num_bytes)});
+}
 
 void seeded_store(void* dst, const void* value, size_t num_bytes) {
-  Schedule* s = lane->schedule;
-  const auto* bytes = static_cast<const u8*>(value);
-  s->held.push_back({lane->block, static_cast<u8*>(dst), std::vector<u8>(bytes, bytes + num_bytes)});
+  hold(dst, value, num_bytes, false);
   seeded_point();
+}
+
+bool seeded_release(void* dst, const void* value, size_t num_bytes, bool system) {
+  seeded_point();
+  seeded_fence(system);
+  if (!system) hold(dst, value, num_bytes, true);
+  return system;
+}
+
+// An atomic acts on memory; what this lane sees of its word must be there first.
+void seeded_atomic(const void* p, size_t num_bytes) {
+  seeded_point();
+  lane->schedule->release_visible(p, num_bytes);
 }
 
 void seeded_copy(void* dst, const void* src, u64 num_bytes) {
@@ -88,7 +109,7 @@ void seeded_read(const void* src, void* value, size_t num_bytes) {
   const auto* from = static_cast<const u8*>(src);
   memcpy(value, src, num_bytes);
   for (const HeldStore& store : s->held) {
-    if (store.block != lane->block || !overlaps(store.dst, store.bytes.size(), from, num_bytes)) continue;
+    if (!s->visible(store) || !overlaps(store.dst, store.bytes.size(), from, num_bytes)) continue;
     for (size_t i = 0; i < store.bytes.size(); ++i) {
       const u8* at = store.dst + i;
       if (at >= from && at < from + num_bytes) static_cast<u8*>(value)[at - from] = store.bytes[i];

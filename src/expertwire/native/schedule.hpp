@@ -8,10 +8,12 @@
 
 namespace ew {
 
-// A relaxed store that other blocks and the HCA cannot see yet. Lanes of the same block see it
-// (they synchronise by barriers, which order memory only inside the block).
+// A store that is not in memory yet. Lanes of the same block see it at once (they synchronise by
+// barriers, which order memory only inside the block). A fence or release of GPU scope shows it to all
+// lanes of the launch, one of system scope also to the HCA and the peer, which read memory itself.
 struct HeldStore {
   BlockState* block;
+  bool on_gpu;  // visible to every lane
   u8* dst;
   std::vector<u8> bytes;
 };
@@ -35,8 +37,9 @@ struct Schedule {
   u64 random();                     // splitmix64
   bool one_in(u32 n) { return random() % n == 0; }
   void release(size_t idx);         // makes one held store visible
-  void release_overlapping(const void* p, size_t num_bytes);
-  void release_block(BlockState* block);
+  bool visible(const HeldStore& store) const { return store.on_gpu || store.block == lane->block; }
+  void release_visible(const void* p, size_t num_bytes);  // what this lane sees of a range
+  void release_block(BlockState* block);                  // and what any lane may have seen of others
 };
 
 Lane* seeded_pick(Schedule* schedule);

@@ -42,7 +42,10 @@ void write_cqe(ew_qp* qp, u64 wqe_idx, u32 send_opcode, u32 num_bytes) {
   store_be32(body + 32, qp->info.qpn);  // user index
   store_be32(body + 44, num_bytes);
   store_be32(body + 56, send_opcode << 24 | qp->info.qpn);
-  if (!put_cqe(qp, body, wqe_idx, kOpRequest)) qp->state = kErr;
+  if (put_cqe(qp, body, wqe_idx, kOpRequest)) return;
+  // The full CQ cannot tell anybody; first_error does.
+  if (qp->first_syndrome == 0) qp->first_syndrome = kLocalQpOperation, qp->first_error_idx = wqe_idx;
+  qp->state = kErr;
 }
 
 void fail_qp(ew_qp* qp, u64 wqe_idx, u32 send_opcode, u32 syndrome) {

@@ -9,6 +9,7 @@ namespace {
 constexpr u32 kMaxSegments = 63;
 constexpr u64 kMaxMessageBytes = 1ull << 30;
 constexpr u64 kRnrTimeoutNs = 50'000'000;
+constexpr u32 kNoReceiveYet = 0xfffffffe;  // not a syndrome: the entry is tried again
 constexpr u32 kCompletionOnError = 0, kCompletionAlways = 2;
 
 enum Opcode : u32 {
@@ -113,7 +114,12 @@ bool load_word(const Data& data, const u8* remote) {
   return true;
 }
 
-// Returns a syndrome; *finished says whether all bytes are moved.
+bool has_receive(const WindowPage* page) {
+  const u32 head = __atomic_load_n(&page->recv_head, __ATOMIC_ACQUIRE);
+  return static_cast<int>(__atomic_load_n(&page->recv_posted, __ATOMIC_ACQUIRE) - head) > 0;
+}
+
+// Returns a syndrome or kNoReceiveYet; *finished says whether all bytes are moved.
 u32 execute_transfer(ew_qp* qp, Wqe* wqe, u64 max_bytes, u64* moved, bool* finished) {
   const bool is_read = wqe->opcode == kRead;
   Data data;
@@ -122,10 +128,23 @@ u32 execute_transfer(ew_qp* qp, Wqe* wqe, u64 max_bytes, u64* moved, bool* finis
   const u64 addr = load_be64(raddr);
   u8* remote = nullptr;
   *finished = true;
-  if (data.num_bytes == 0) return kSyndromeNone;  // a zero-byte write touches nothing, checks nothing
+  // A write with immediate moves nothing before the peer has a receive for it.
+  const bool receive_missing = wqe->opcode == kWriteImm && !has_receive(qp->peer->page);
+  if (data.num_bytes == 0)  // a zero-byte write touches nothing, checks nothing
+    return receive_missing ? kNoReceiveYet : u32{kSyndromeNone};
   WindowKey* key = find_remote(qp->peer, load_be32(raddr + 8), addr, data.num_bytes,
                                is_read ? kRemoteRead : kRemoteWrite, &remote);
   if (!key) return kRemoteAccess;
+  if (receive_missing) {
+    release_remote(key);
+    return kNoReceiveYet;
+  }
+  if (!is_read && qp->hca->faulty) {
+    release_remote(key);
+    send_in_pieces(qp, data.list, data.count, load_be32(raddr + 8), addr);
+    *moved = data.num_bytes;
+    return kSyndromeNone;
+  }
   if (is_read ? !load_word(data, remote) : !store_word(data, remote)) {
     const u64 count = std::min(data.num_bytes - qp->progress, max_bytes);
     move_bytes(data, remote + qp->progress, qp->progress, count, !is_read);
@@ -179,6 +198,10 @@ u32 execute_atomic(ew_qp* qp, Wqe* wqe, u64* moved) {
   WindowKey* key =
       find_remote(qp->peer, load_be32(wqe->segment(1) + 8), addr, num_bytes, kRemoteAtomic, &remote);
   if (!key) return kRemoteAccess;
+  if (reinterpret_cast<uintptr_t>(remote) % num_bytes != 0) {  // the peer placed the range at an odd offset
+    release_remote(key);
+    return kRemoteInvalidRequest;
+  }
   const u8* a = wqe->segment(2);
   u64 result = 0;
   if (num_bytes == 4) {
@@ -202,12 +225,6 @@ u32 execute_atomic(ew_qp* qp, Wqe* wqe, u64* moved) {
   move_bytes(sink, reinterpret_cast<u8*>(&result), 0, num_bytes, false);
   *moved = num_bytes;
   return kSyndromeNone;
-}
-
-bool has_receive(const ew_qp* qp) {
-  const WindowPage* page = qp->peer->page;
-  const u32 head = __atomic_load_n(&page->recv_head, __ATOMIC_ACQUIRE);
-  return static_cast<int>(__atomic_load_n(&page->recv_posted, __ATOMIC_ACQUIRE) - head) > 0;
 }
 
 // Receive side of WRITE_WITH_IMM: a responder CQE in the peer's window.
@@ -244,21 +261,16 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
     syndrome = kLocalQpOperation;
   else if (qp->peer->lost)
     syndrome = kTransportRetryExceeded;
-  else if (qp->hca->hook && qp->progress == 0)
+  else if (qp->hca->hook && qp->progress == 0 && qp->rnr_since_ns == 0)  // once, not for every piece or retry
     syndrome = qp->hca->hook(qp->hca->hook_context, qp->info.qpn, qp->ci, wqe.bytes, wqe.num_segments * 16);
   if (syndrome == kHookStall) return Step::kStalled;
 
-  // A write with immediate moves nothing before the peer has a receive for it.
-  if (syndrome == kSyndromeNone && wqe.opcode == kWriteImm && !has_receive(qp)) {
-    const u64 now = monotonic_ns();
-    if (qp->rnr_since_ns == 0) qp->rnr_since_ns = now;
-    if (now - qp->rnr_since_ns < kRnrTimeoutNs) return Step::kStalled;
-    syndrome = kRnrRetryExceeded;
-  }
   // Only masked atomics have an opmod: a spilled index must not pass for one.
   const bool masked = wqe.opcode == kMaskedCompareSwap || wqe.opcode == kMaskedFetchAdd;
   if (syndrome == kSyndromeNone && wqe.opmod != 0 && !masked) syndrome = kLocalQpOperation;
 
+  // Atomics, reads and immediates come after the writes before them, whatever the path does.
+  if (!qp->pieces.empty() && wqe.opcode != kWrite) land_all(qp);
   if (syndrome == kSyndromeNone) {
     switch (wqe.opcode) {
       case kNop:
@@ -284,9 +296,16 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
         syndrome = kLocalQpOperation;
     }
   }
+  if (syndrome == kNoReceiveYet) {
+    const u64 now = monotonic_ns();
+    if (qp->rnr_since_ns == 0) qp->rnr_since_ns = now;
+    if (now - qp->rnr_since_ns < kRnrTimeoutNs) return Step::kStalled;
+    syndrome = kRnrRetryExceeded;
+  }
   qp->hca->stats.bytes += *moved;
   if (syndrome == kSyndromeNone && !finished) return Step::kProgress;
   const u64 num_bytes = std::max(qp->progress, *moved);
+  if (!qp->pieces.empty() && wqe.opcode == kWriteImm) land_all(qp);
   if (syndrome == kSyndromeNone && wqe.opcode == kWriteImm) deliver_immediate(qp, wqe, num_bytes);
   qp->rnr_since_ns = 0;
   qp->progress = 0;

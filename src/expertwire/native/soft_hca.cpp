@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr u32 kMinWqe = 16, kMaxWqe = 32768;
+constexpr u32 kMinWqe = 16, kMaxWqe = 32768, kMaxCqe = 1 << 20;
 constexpr u32 kUarBytes = 4096, kBlueFlame = 0x800, kBlueFlameAlternate = 0x900;
 constexpr u32 kWqesPerTurn = 16;  // of one queue before the others get a turn
 
@@ -54,8 +54,10 @@ void look_at_doorbells(ew_qp* qp) {
     if (__builtin_bswap32(static_cast<u32>(v >> 32)) >> 8 != qp->info.qpn) continue;
     candidates[count++] = (__builtin_bswap32(static_cast<u32>(v)) >> 8) & 0xffff;
   }
-  const u64 proxy = __atomic_load_n(reinterpret_cast<const u64*>(qp->info.proxy_addr), __ATOMIC_ACQUIRE);
-  if (changed(&qp->last_proxy, proxy)) candidates[count++] = proxy & 0xffff;
+  if (qp->info.proxy_addr) {
+    const u64 proxy = __atomic_load_n(reinterpret_cast<const u64*>(qp->info.proxy_addr), __ATOMIC_ACQUIRE);
+    if (changed(&qp->last_proxy, proxy)) candidates[count++] = proxy & 0xffff;
+  }
   u64 furthest = qp->pi;
   bool too_far = false;
   for (u32 i = 0; i < count; ++i) {
@@ -86,6 +88,7 @@ u32 run_queue(ew_qp* qp, u32 max_wqes, bool* stalled) {
     if (step != Step::kProgress) break;
     ++done, bytes += moved;
   }
+  if (!qp->pieces.empty()) done += land_some(qp);
   return done;
 }
 
@@ -109,8 +112,9 @@ EW_API int ew_hca_create(u32 flags, ew_hca** out) {
 EW_API int ew_hca_destroy(ew_hca* hca) {
   {
     std::lock_guard guard(hca->lock);
-    if (!hca->qps.empty() || !hca->windows.empty())
-      return ew_fail(-EBUSY, "%zu queue pairs and %zu windows are still open", hca->qps.size(), hca->windows.size());
+    if (!hca->qps.empty() || !hca->windows.empty() || hca->num_peers)
+      return ew_fail(-EBUSY, "%zu queue pairs, %zu windows and %u peers are still open", hca->qps.size(),
+                     hca->windows.size(), hca->num_peers);
   }
   stop_thread(hca);
   close(hca->wake_fd);
@@ -150,14 +154,19 @@ EW_API void ew_hca_set_hook(ew_hca* hca, ew_hca_hook hook, void* context) {
 EW_API void ew_hca_get_stats(ew_hca* hca, ew_hca_stats* out) {
   std::lock_guard guard(hca->lock);
   *out = hca->stats;
+  out->num_wakes = hca->num_wakes.load(std::memory_order_relaxed);
 }
 
 EW_API int ew_qp_create(ew_hca* hca, u32 pd, u32 num_wqe, u32 num_cqe, u32 cq_flags, const ew_qp_memory* memory,
                         ew_qp** out, ew_qp_info* info) {
   if (num_wqe < kMinWqe || num_wqe > kMaxWqe || (num_wqe & (num_wqe - 1)))
     return ew_fail(-EINVAL, "a send queue has 16 to 32768 blocks, a power of two, not %u", num_wqe);
-  if (num_cqe == 0 || (num_cqe & (num_cqe - 1)))
-    return ew_fail(-EINVAL, "a completion queue has a power of two of entries, not %u", num_cqe);
+  if (num_cqe == 0 || num_cqe > kMaxCqe || (num_cqe & (num_cqe - 1)))
+    return ew_fail(-EINVAL, "a completion queue has a power of two of entries, at most %u, not %u", kMaxCqe, num_cqe);
+  if (memory && memory->sq_addr && !(memory->dbrec_addr && memory->uar_addr && memory->cq_addr))
+    return ew_fail(-EINVAL, "memory for a send queue without doorbell record, register page or completion queue");
+  if (!(cq_flags & (kCqCollapsed | kCqOverrunIgnore)) && memory && memory->sq_addr && !memory->cq_dbrec_addr)
+    return ew_fail(-EINVAL, "a completion queue that must not overrun needs its doorbell record");
   auto* qp = new ew_qp{};
   qp->hca = hca, qp->pd = pd;
   qp->info.num_wqe = num_wqe, qp->info.num_cqe = num_cqe, qp->info.cq_flags = cq_flags;
@@ -205,6 +214,7 @@ EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
   if (state >= kRtr && state <= kRts && !qp->peer)
     return ew_fail(-ENOTCONN, "queue pair %#x has no peer yet", qp->info.qpn);
   if (state == kReset) {
+    land_all(qp);
     qp->pi = qp->ci = qp->num_cqe_written = qp->progress = qp->rnr_since_ns = 0;
     qp->first_syndrome = 0, qp->first_error_idx = 0, qp->cq_error = false;
     qp->last_record = 0, qp->last_register[0] = qp->last_register[1] = 0, qp->last_proxy = 0;
@@ -219,15 +229,17 @@ EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
   return 0;
 }
 
-// Sets the peer and takes the queue through INIT and RTR to RTS.
+// Sets the peer and takes the queue (in RESET or INIT) through INIT and RTR to RTS.
 EW_API int ew_qp_connect(ew_qp* qp, ew_peer* peer, u32 remote_qpn) {
   {
     std::lock_guard guard(qp->hca->lock);
     if (qp->peer) return ew_fail(-EISCONN, "queue pair %#x is connected already", qp->info.qpn);
+    if (qp->state > kInit)
+      return ew_fail(-EINVAL, "queue pair %#x cannot be connected in state %u", qp->info.qpn, qp->state);
     qp->peer = peer, qp->remote_qpn = remote_qpn;
     ++peer->num_qps;
   }
-  for (u32 state = kInit; state <= kRts; ++state)
+  for (u32 state = static_cast<u32>(ew_qp_state(qp)) + 1; state <= kRts; ++state)
     if (int error = ew_qp_modify(qp, state)) return error;
   return 0;
 }
@@ -247,6 +259,7 @@ EW_API void ew_qp_indices(ew_qp* qp, u64* pi, u64* ci) {
 
 EW_API void ew_qp_destroy(ew_qp* qp) {
   std::unique_lock guard(qp->hca->lock);
+  land_all(qp);
   auto& all = qp->hca->qps;
   all.erase(std::remove(all.begin(), all.end(), qp), all.end());
   if (qp->peer) --qp->peer->num_qps;

@@ -6,6 +6,7 @@
 //   soft_complete.cpp completions and errors
 //   soft_memory.cpp   keys, windows (what a peer may touch), mapped peers
 //   soft_wait.cpp     the engine thread, waiting and waking
+//   soft_fault.cpp    for tests: a path that cuts, delays, reorders, doubles or drops writes
 //
 // One lock guards a context. Whoever holds it is the engine: its own thread, a thread that waits
 // for something and drives the engine meanwhile, or a deterministic scheduler.
@@ -71,8 +72,8 @@ struct ew_window {
   ew_hca* hca;
   WindowPage* page;
   int fd;
-  u32 recv_tail;
-  u32 lkeys[kMaxWindowKeys];  // the registration behind each entry
+  u32 recv_posted, recv_tail;  // counted here: the peer can write to the page
+  u32 lkeys[kMaxWindowKeys];   // the registration behind each entry
 };
 
 struct Mapping {
@@ -106,6 +107,21 @@ struct Segment {  // one source or sink of a WQE
   u64 num_bytes;
 };
 
+// How the path to the peers misbehaves, hca/fault.py. All zero: it does not.
+struct ew_fault_plan {
+  u64 seed;
+  u32 mtu;                               // writes are cut into pieces of this size, 0: not cut
+  u32 reorder;                           // pieces land in any order, but before a later atomic, read or immediate
+  u32 max_delay;                         // a piece waits for up to so many turns of its queue
+  u32 duplicate_one_in, drop_one_in;     // of the pieces, 0: none
+};
+
+struct Piece {  // of a write that was executed but has not landed yet
+  u32 rkey;
+  u64 addr, due_turn;
+  std::vector<u8> bytes;
+};
+
 struct ew_qp {
   ew_hca* hca;
   ew_qp_info info;
@@ -120,6 +136,8 @@ struct ew_qp {
   bool cq_error;
   u32 first_syndrome;
   u64 first_error_idx;
+  std::vector<Piece> pieces;
+  u64 num_turns;
   void* owned;            // memory to free, if we allocated it
   u64 owned_bytes;
 };
@@ -165,14 +183,19 @@ struct ew_hca {
   std::vector<ew_qp*> qps;
   std::vector<ew_window*> windows;
   size_t next_qp = 0;
+  u32 num_peers = 0;
   u32 next_pd = 1, next_qpn;
   int wake_fd = -1;
   std::atomic<u32> interrupted{0};
   std::atomic<u32> sleeping{0};  // a thread of ours waits on wake_fd, perhaps for a completion
   bool completed = false;        // CQEs were written since the last look
   ew_hca_stats stats = {};
+  std::atomic<u64> num_wakes{0};  // of stats, but counted without the lock
   ew_hca_hook hook = nullptr;
   void* hook_context = nullptr;
+  bool faulty = false;
+  ew_fault_plan faults = {};
+  u64 fault_state = 0;  // of the random numbers
 
   std::thread thread;
   std::atomic<u32> stop{0};
@@ -198,7 +221,12 @@ bool find_local(ew_hca* hca, u32 pd, u32 lkey, u64 addr, u64 num_bytes, u32 acce
 WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 access, u8** out);
 void release_remote(WindowKey* key);
 void revoke_entry(WindowKey* key);
-bool wait_unused(const WindowKey* key, u64 timeout_ns);
+bool wait_unused(const WindowKey* key, u64 deadline_ns);
+
+// soft_fault.cpp
+void send_in_pieces(ew_qp* qp, const Segment* list, u32 count, u32 rkey, u64 addr);
+u32 land_some(ew_qp* qp);  // returns how many landed, at least 1 while some are under way
+void land_all(ew_qp* qp);
 
 // soft_wait.cpp
 void start_thread(ew_hca* hca);

@@ -44,7 +44,13 @@ u32 num_entries(const WindowPage* page) {
   return std::min(__atomic_load_n(&page->num_keys, __ATOMIC_ACQUIRE), kMaxWindowKeys);
 }
 
-constexpr u64 kRevokeTimeoutNs = 200'000'000;
+// A field that the other side can change between two reads, read once.
+template <typename T>
+T read_once(const T* field) {
+  return __atomic_load_n(field, __ATOMIC_RELAXED);
+}
+
+constexpr u64 kCloseTimeoutNs = 200'000'000;
 
 bool inside(u64 addr, u64 num_bytes, u64 base, u64 length) {
   return addr >= base && num_bytes <= length && addr - base <= length - num_bytes;
@@ -68,19 +74,32 @@ EW_API int ew_hca_register(ew_hca* hca, u32 pd, u64 addr, u64 num_bytes, u32 acc
   return 0;
 }
 
-EW_API int ew_hca_revoke(ew_hca* hca, u32 key) {
-  // Our engine works in pieces under this lock, so nothing local uses the key once it is held; peers
-  // lose what was published from it.
-  std::lock_guard guard(hca->lock);
-  if (!hca->mkeys.erase(key)) return ew_fail(-ENOENT, "key %#x is not registered", key);
-  bool unused = true;
-  for (ew_window* window : hca->windows)
-    for (u32 i = 0; i < num_entries(window->page); ++i)
-      if (window->lkeys[i] == key && window->page->keys[i].valid) {
-        revoke_entry(&window->page->keys[i]);
-        unused &= wait_unused(&window->page->keys[i], kRevokeTimeoutNs);
-      }
-  return unused ? 0 : ew_fail(-ETIMEDOUT, "a peer stopped in the middle of a write; do not reuse the memory");
+// The key, and every window entry made from it, stops working. After this returns 0 nobody uses the
+// memory any more. -ETIMEDOUT: a peer stopped in the middle of a write; the memory must not be reused.
+EW_API int ew_hca_revoke(ew_hca* hca, u32 key, u64 timeout_ns) {
+  {
+    // Our engine works in pieces under this lock: nothing local uses the key while we hold it.
+    std::lock_guard guard(hca->lock);
+    if (!hca->mkeys.erase(key)) return ew_fail(-ENOENT, "key %#x is not registered", key);
+    for (ew_window* window : hca->windows)
+      for (u32 i = 0; i < kMaxWindowKeys; ++i)
+        if (window->lkeys[i] == key) revoke_entry(&window->page->keys[i]);
+  }
+  // Waiting for peers is done without the lock, so that our own work goes on.
+  const u64 deadline = monotonic_ns() + timeout_ns;
+  for (;;) {
+    bool used = false;
+    {
+      std::lock_guard guard(hca->lock);  // a window may be closed meanwhile
+      for (ew_window* window : hca->windows)
+        for (u32 i = 0; i < kMaxWindowKeys; ++i)
+          used |= window->lkeys[i] == key && __atomic_load_n(&window->page->keys[i].in_use, __ATOMIC_SEQ_CST) != 0;
+    }
+    if (!used) return 0;
+    if (monotonic_ns() > deadline)
+      return ew_fail(-ETIMEDOUT, "a peer stopped in the middle of a write; do not reuse the memory");
+    std::this_thread::yield();
+  }
 }
 
 bool find_local(ew_hca* hca, u32 pd, u32 lkey, u64 addr, u64 num_bytes, u32 access, u8** out) {
@@ -105,7 +124,7 @@ EW_API int ew_window_create(ew_hca* hca, ew_window** out) {
     close(fd);
     return error;
   }
-  auto* window = new ew_window{hca, reinterpret_cast<WindowPage*>(map.addr), fd, 0, {}};
+  auto* window = new ew_window{hca, reinterpret_cast<WindowPage*>(map.addr), fd, 0, 0, {}};
   window->page->version = kWindowVersion;
   __atomic_store_n(&window->page->magic, kWindowMagic, __ATOMIC_RELEASE);
   std::lock_guard guard(hca->lock);
@@ -149,7 +168,7 @@ EW_API int ew_window_revoke(ew_window* window, u32 rkey, u64 timeout_ns) {
     WindowKey* key = &page->keys[i];
     if (key->key != rkey || !key->valid) continue;
     revoke_entry(key);
-    return wait_unused(key, timeout_ns) ? 0 : ew_fail(-ETIMEDOUT, "key %#x is still in use by the peer", rkey);
+    return wait_unused(key, monotonic_ns() + timeout_ns) ? 0 : ew_fail(-ETIMEDOUT, "key %#x is still in use by the peer", rkey);
   }
   return ew_fail(-ENOENT, "key %#x is not in this window", rkey);
 }
@@ -161,39 +180,51 @@ EW_API void ew_window_destroy(ew_window* window) {
     all.erase(std::remove(all.begin(), all.end(), window), all.end());
   }
   for (u32 i = 0; i < num_entries(window->page); ++i) revoke_entry(&window->page->keys[i]);
-  for (u32 i = 0; i < num_entries(window->page); ++i) wait_unused(&window->page->keys[i], kRevokeTimeoutNs);
+  const u64 deadline = monotonic_ns() + kCloseTimeoutNs;
+  for (u32 i = 0; i < num_entries(window->page); ++i) wait_unused(&window->page->keys[i], deadline);
   munmap(window->page, sizeof(WindowPage));
   close(window->fd);
   delete window;
 }
 
-// Posts receives for writes with immediate; at most kRecvEntries may be open.
+// Posts receives for writes with immediate. At most kRecvEntries may be open; completions that
+// nobody took yet count too, so that none is overwritten.
 EW_API int ew_window_post_recv(ew_window* window, u32 count) {
-  const u32 posted = __atomic_load_n(&window->page->recv_posted, __ATOMIC_RELAXED);
-  if (count > kRecvEntries || posted + count - window->recv_tail > kRecvEntries)
+  if (count > kRecvEntries - (window->recv_posted - window->recv_tail))
     return ew_fail(-ENOSPC, "a window holds at most %u open receives", kRecvEntries);
-  __atomic_store_n(&window->page->recv_posted, posted + count, __ATOMIC_SEQ_CST);
+  window->recv_posted += count;
+  __atomic_store_n(&window->page->recv_posted, window->recv_posted, __ATOMIC_SEQ_CST);
   return 0;
 }
 
 // Takes the oldest receive completion (64 bytes, RDMA WRITE with immediate). 1: taken, 0: none.
 EW_API int ew_window_poll_recv(ew_window* window, u8* cqe) {
   if (__atomic_load_n(&window->page->recv_head, __ATOMIC_ACQUIRE) == window->recv_tail) return 0;
+  if (window->recv_tail == window->recv_posted) return 0;  // no more than we allowed, whatever the page says
   memcpy(cqe, window->page->recv_cqe[window->recv_tail % kRecvEntries], 64);
   ++window->recv_tail;
   return 1;
 }
 
 EW_API int ew_peer_import(ew_hca* hca, int window_fd, int wake_fd, const int* region_fds, u32 num_fds, ew_peer** out) {
-  Mapping window;
+  Mapping window = {};
   if (int error = map_shared(window_fd, sizeof(WindowPage), &window, "the peer's window")) return error;
   auto* page = reinterpret_cast<WindowPage*>(window.addr);
+  if (window.num_bytes != sizeof(WindowPage)) {
+    munmap(window.addr, window.num_bytes);
+    return ew_fail(-EPROTO, "the peer's window has %llu bytes, expected %zu", window.num_bytes, sizeof(WindowPage));
+  }
   if (__atomic_load_n(&page->magic, __ATOMIC_ACQUIRE) != kWindowMagic || page->version != kWindowVersion) {
     const u32 version = page->version;
     munmap(window.addr, window.num_bytes);
     return ew_fail(-EPROTO, "the peer's window is not of version %u (found %u)", kWindowVersion, version);
   }
-  auto* peer = new ew_peer{hca, page, {}, fcntl(wake_fd, F_DUPFD_CLOEXEC, 0), false, false, 0};
+  const int own_wake_fd = fcntl(wake_fd, F_DUPFD_CLOEXEC, 0);
+  if (own_wake_fd < 0) {
+    munmap(window.addr, window.num_bytes);
+    return ew_fail(-errno, "the peer's wake-up descriptor: %s", strerror(errno));
+  }
+  auto* peer = new ew_peer{hca, page, {}, own_wake_fd, false, false, 0};
   for (u32 i = 0; i < num_fds; ++i) {
     Mapping region;
     if (int error = map_shared(region_fds[i], 1, &region, "the peer's memory")) {
@@ -205,6 +236,8 @@ EW_API int ew_peer_import(ew_hca* hca, int window_fd, int wake_fd, const int* re
     }
     peer->regions.push_back(region);
   }
+  std::lock_guard guard(hca->lock);
+  ++hca->num_peers;
   *out = peer;
   return 0;
 }
@@ -216,9 +249,9 @@ static WindowKey* match_key(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u3
     WindowKey* key = &peer->page->keys[i];
     if (__atomic_load_n(&key->key, __ATOMIC_RELAXED) != rkey) continue;
     if (__atomic_load_n(&key->valid, __ATOMIC_SEQ_CST) != 1) continue;
-    const u64 base = key->base, length = key->length, fd_offset = key->fd_offset;
-    const u32 fd_idx = key->fd_idx;
-    if ((key->access & access) != access || !inside(addr, num_bytes, base, length)) return nullptr;
+    const u64 base = read_once(&key->base), length = read_once(&key->length), fd_offset = read_once(&key->fd_offset);
+    const u32 fd_idx = read_once(&key->fd_idx);
+    if ((read_once(&key->access) & access) != access || !inside(addr, num_bytes, base, length)) return nullptr;
     if (fd_idx >= peer->regions.size()) return nullptr;
     const Mapping& region = peer->regions[fd_idx];
     const u64 offset = fd_offset + (addr - base);
@@ -243,10 +276,9 @@ WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 acc
 
 void revoke_entry(WindowKey* key) { __atomic_store_n(&key->valid, 0u, __ATOMIC_SEQ_CST); }
 
-bool wait_unused(const WindowKey* key, u64 timeout_ns) {
-  const u64 deadline = monotonic_ns() + timeout_ns;
+bool wait_unused(const WindowKey* key, u64 deadline_ns) {
   while (__atomic_load_n(&key->in_use, __ATOMIC_SEQ_CST) != 0) {
-    if (monotonic_ns() > deadline) return false;
+    if (monotonic_ns() > deadline_ns) return false;
     std::this_thread::yield();
   }
   return true;
@@ -277,6 +309,7 @@ EW_API int ew_peer_destroy(ew_peer* peer) {
   for (Mapping& region : peer->regions) munmap(region.addr, region.num_bytes);
   munmap(peer->page, sizeof(WindowPage));
   close(peer->wake_fd);
+  --peer->hca->num_peers;
   delete peer;
   return 0;
 }

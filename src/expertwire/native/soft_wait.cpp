@@ -110,7 +110,7 @@ void wake_peer(ew_peer* peer) {
   if (__atomic_load_n(&peer->page->sleeping, __ATOMIC_RELAXED) == 0) return;
   if (__atomic_exchange_n(&peer->page->sleeping, 0u, __ATOMIC_SEQ_CST) == 0) return;
   const u64 one = 1;
-  ++peer->hca->stats.num_wakes;
+  peer->hca->num_wakes.fetch_add(1, std::memory_order_relaxed);
   if (write(peer->wake_fd, &one, sizeof(one)) < 0) return;  // counter full: it is awake anyway
 }
 
