@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .draw import Span, draw_step
-from .errors import ConfigError
+from .errors import ConfigError, NoServerError
 from .generate import Generation, generate, load_tokenizer
 from .processes import ChildGroup
 
@@ -66,9 +66,13 @@ def run_demo(
             )
         say(out, f"registry at {address}; {num_servers} expert servers start as processes "
                  f"{[c.process.pid for c in children.children[1:]]}")
-        remote, trace, times, stats, tokenizer, remote_logits = attention_side(
-            path, address, token.encode(), prompt, seed, max_new_tokens, out
-        )
+        try:
+            remote, trace, times, stats, tokenizer, remote_logits = attention_side(
+                path, address, token.encode(), prompt, seed, max_new_tokens, out, children
+            )
+        except NoServerError:
+            children.check()  # why a server is not there says more than that it is not
+            raise
     local, local_logits = whole_model(path, tokenizer, prompt, remote, seed)
     difference = (remote_logits - local_logits).abs().max().item()
     where = draw_decode_step(picture, trace, times) if picture else None
@@ -94,7 +98,8 @@ def say(out: Any, text: str) -> None:
 
 
 def attention_side(
-    path: str, address: str, token: bytes, prompt: str, seed: int, max_new_tokens: int, out: Any
+    path: str, address: str, token: bytes, prompt: str, seed: int, max_new_tokens: int, out: Any,
+    children: ChildGroup,
 ) -> tuple[Generation, list, list[int], dict, Any, torch.Tensor]:
     """Everything but the experts, in this process."""
     from . import transformers as integration
@@ -107,7 +112,7 @@ def attention_side(
         model = integration.load(
             path, client, dtype="float32", progress=load_progress("attention side")
         )
-        client.wait_ready(START_SECONDS)
+        wait_servers(client, children)
         say(out, f"attention side ready after {time.monotonic() - start:.1f} s, holds no expert "
                  f"weights\n\n{prompt}")
         generate(model, tokenizer, prompt, max_new_tokens=2, seed=seed)  # warm up
@@ -119,6 +124,20 @@ def attention_side(
         stats = client.stats()
         logits = prompt_logits(model, tokenizer, prompt, result.token_ids)
     return result, trace, result.token_times_ns, stats, tokenizer, logits
+
+
+def wait_servers(client: Any, children: ChildGroup) -> None:
+    """Until every expert has a server. A child that ended instead ends the wait: its last words
+    are the error."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        children.check()
+        try:
+            client.wait_ready(0.2)
+            return
+        except NoServerError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def whole_model(
