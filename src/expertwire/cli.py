@@ -32,9 +32,13 @@ def print_json(facts: dict[str, Any]) -> None:
 
 def stop_on_signals(stop) -> None:
     """SIGTERM and Ctrl-C call `stop` once, and the process ends with the usual code (143, 130)."""
+    from .errors import ExpertwireError
 
     def handler(number: int, _: object) -> None:
-        stop()
+        try:
+            stop()
+        except ExpertwireError as err:
+            print("expertwire:", err, file=sys.stderr)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, handler)

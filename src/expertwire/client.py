@@ -25,7 +25,7 @@ from . import collect
 from .config import ClientConfig
 from .control import load_token
 from .device_structs import SIGNAL_ADD, MessageShape
-from .errors import ConfigError, ExpertwireError
+from .errors import ConfigError, ExpertwireError, WaitTimeout
 from .flight import Flight
 from .hca import open_hca
 from .inputs import Batch, InputCheck
@@ -40,6 +40,7 @@ from .trip import Trip
 if TYPE_CHECKING:
     from .registry import Registry
 
+LET_GO_SECONDS = 1.5  # for a batch that is under way when the client is closed
 
 class Chunk:
     """Tokens [begin, end) of one batch."""
@@ -179,15 +180,28 @@ class Client:
         return collect.client_stats(self)
 
     def close(self) -> None:
-        """Leaves: closes connections, threads and shared memory. Idempotent."""
+        """Leaves: closes connections, threads and shared memory, in under 5 s. Idempotent.
+
+        Threads that wait in `moe`, `dispatch`, `combine` or `wait_ready` are woken: ConfigError
+        there. Raises WaitTimeout if one does not let go; its memory then stays until the process
+        ends.
+        """
         if self.closed:
             return
         self.closed = True
         self.membership.on_change = None
-        with self.lock:
+        self.links.stop()
+        self.hca.interrupt()
+        self.membership.close()
+        if not self.lock.acquire(timeout=LET_GO_SECONDS):
+            raise WaitTimeout(
+                f"a batch did not end within {LET_GO_SECONDS} s of closing the client", "close"
+            )
+        try:
             self.links.close()
-            self.membership.close()
             self.hca.close()
+        finally:
+            self.lock.release()
 
     def __enter__(self) -> Client:
         return self

@@ -27,7 +27,7 @@ START_SECONDS = 30.0  # for uvicorn to listen, once the model is loaded
 CACHE_TOKENS = 16384  # over all requests
 BLOCK_TOKENS = 32
 BATCH_TOKENS = 256  # in one step, as many as one message to a server carries
-STOP_SECONDS = 3  # for connections that are still open when the server ends
+STOP_SECONDS = 1  # for answers that are still on their way when the server ends
 
 
 def run_openai(
@@ -105,10 +105,15 @@ def start_serve(
 
 
 def stop_serve(serve: Any) -> None:
-    """Ends the generation worker, with the requests it has, then the HTTP server."""
+    """Ends the HTTP server and the generation worker, side by side, with the requests they have.
+
+    The worker gets transformers' 2 s; what it does after that fails, as its client is closed next.
+    """
     serve.server.config.timeout_graceful_shutdown = STOP_SECONDS
+    serve.server.should_exit = True
     serve.kill_server()
-    serve._thread.join(2 * STOP_SECONDS)
+    serve.server.force_exit = True
+    serve._thread.join(STOP_SECONDS)
 
 
 def listening(server: Any, thread: threading.Thread) -> str | None:

@@ -10,6 +10,7 @@ import collections
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("expertwire.server")
 
 HANDSHAKE_SECONDS = 5.0
+CLOSE_SECONDS = 4.0
 
 
 class Server:
@@ -129,22 +131,35 @@ class Server:
         }
 
     def close(self) -> None:
-        """Leaves the registry, answers what it has taken, gives everything back. Idempotent."""
+        """Leaves the registry, answers what it has taken, gives everything back. Idempotent.
+
+        Takes under 5 s. Raises WaitTimeout if the experts are not through with their batch by then:
+        clients are told, the memory stays until the process ends.
+        """
         with self._close_lock:
             if not self._started or self._closed:
                 return
             self._closed = True
+            deadline = time.monotonic() + CLOSE_SECONDS
             self.lease.close()
             self._stop.set()
             self._listener.close()
             self.hca.interrupt()
-            for thread in self._threads:
-                thread.join(10)
             with self._admitting_changed:  # nobody may make queue pairs once the HCA closes
                 for channel in self._admitting:
                     channel.close()
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            with self._admitting_changed:
                 self._admitting_changed.wait_for(
-                    lambda: not self._admitting, HANDSHAKE_SECONDS + 1
+                    lambda: not self._admitting, max(0.0, deadline - time.monotonic())
+                )
+            if self._admitting or any(thread.is_alive() for thread in self._threads):
+                for link in self._clients:
+                    link.channel.close()
+                raise WaitTimeout(
+                    f"the server's threads did not end within {CLOSE_SECONDS} s of closing it",
+                    "close", self.name,
                 )
             while self._inbox:
                 self._inbox.popleft()()
