@@ -37,9 +37,9 @@ from typing import Any
 import torch
 
 HIDDEN_SIZE = 7168
-# Messages of 32 rows (459 kB), four in flight: packing, moving and combining overlap, and what is
+# Messages of 16 rows (229 kB), four in flight: packing, moving and combining overlap, and what is
 # moved stays in the caches. A server of real experts wants larger messages (the default, 256 rows).
-MAX_ROWS, NUM_SLOTS = 32, 4
+MAX_ROWS, NUM_SLOTS = 16, 4
 BURST = 5  # trips per competitor and turn; the first is not counted
 COMPETITORS = ("ours", "direct", "gloo", "grpc", "memcpy")
 GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]

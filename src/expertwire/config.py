@@ -29,7 +29,8 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "max_rows", "num_slots", "num_qps", "max_servers")
-        _check_positive(self, "connect_timeout", "reply_timeout")
+        _check_times(self, "connect_timeout", "reply_timeout")
+        _check_spin(self.spin_us)
         if self.signal_mode not in SIGNAL_MODES:
             raise ConfigError(
                 f"signal_mode must be one of {', '.join(SIGNAL_MODES)}, not {self.signal_mode!r}"
@@ -53,16 +54,39 @@ class ServerConfig:
     num_threads: int | None = field(default=None)  # torch threads; None: leave as it is
 
     def __post_init__(self) -> None:
-        _check_positive(self, "max_batch_rows", "max_connections", "max_experts_per_row")
+        _check_positive(
+            self, "max_batch_rows", "max_connections", "max_experts_per_row", "max_slot_bytes"
+        )
+        if self.num_threads is not None:
+            _check_positive(self, "num_threads")
+        _check_times(self, "idle_timeout", "reply_timeout")
+        _check_spin(self.spin_us)
         _check_depth(self.queue_depth)
+
+
+MAX_SECONDS = 86_400.0  # times are counted in nanoseconds further down; "never" is no deadline
 
 
 def _check_positive(config: object, *names: str) -> None:
     for name in names:
-        if getattr(config, name) <= 0:
-            raise ConfigError(f"{name} must be positive, not {getattr(config, name)}")
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+
+
+def _check_times(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:  # NaN fails too
+            raise ConfigError(f"{name} must be more than 0 and at most {MAX_SECONDS:.0f} s, "
+                              f"not {value!r}")
+
+
+def _check_spin(spin_us: float) -> None:
+    if not isinstance(spin_us, int | float) or not 0 <= spin_us <= 1e6:
+        raise ConfigError(f"spin_us must be from 0 to 1000000, not {spin_us!r}")
 
 
 def _check_depth(depth: int) -> None:
-    if not 16 <= depth <= 32768 or depth & (depth - 1):
+    if not isinstance(depth, int) or not 16 <= depth <= 32768 or depth & (depth - 1):
         raise ConfigError(f"queue_depth must be a power of two from 16 to 32768, not {depth}")

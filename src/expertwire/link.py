@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from typing import Any
 
@@ -54,6 +55,7 @@ def open_link(
     channel = connect_unix(server.address, token, timeout, stopped)
     channel.stopped = stopped
     endpoint = None
+    fds: list[int] = []
     try:
         endpoint = Endpoint(
             hca, send_bytes=shape.num_slots * shape.request_slot_bytes,
@@ -78,9 +80,12 @@ def open_link(
         memory = MemoryHandle.unpack(parse_hex(reply, "memory"))
         if memory.num_bytes < shape.num_slots * shape.request_slot_bytes:
             raise HandleError(f"server {server.server_id} offers less memory than was agreed")
-        endpoint.connect(ConnectionHandle.unpack(parse_hex(reply, "connection")), memory, fds)
+        connection, taken, fds = ConnectionHandle.unpack(parse_hex(reply, "connection")), fds, []
+        endpoint.connect(connection, memory, taken)
     except (ExpertwireError, OSError, KeyError, TypeError, ValueError):
         channel.close()
+        for fd in fds:
+            os.close(fd)
         if endpoint is not None:
             endpoint.close()
         raise

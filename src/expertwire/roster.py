@@ -286,6 +286,8 @@ def check_facts(message: dict) -> dict[str, Any]:
     most = model["num_experts"] - 1
     if not isinstance(experts, list) or not all(is_count(e, 0, most) for e in experts):
         raise ProtocolError(f"register needs a list of experts from 0 to {most}")
+    if not isinstance(model.get("dtype"), str):
+        raise ProtocolError("register needs the dtype that the server computes in")
     address = message.get("address")
     if not isinstance(address, str) or not 0 < len(address) <= 107:
         raise ProtocolError("register needs the address that the server listens on")
@@ -305,6 +307,12 @@ def refuse_other_model(served: dict, offered: dict) -> None:
         raise ConfigError(
             f"this registry serves {names[0]}, not {names[1]}; start another registry for another "
             "model"
+        )
+    if offered.get("dtype", served["dtype"]) != served["dtype"]:  # a plan is asked for without one
+        raise ConfigError(
+            f"the servers of this registry compute in {printable(served['dtype'], 16)}, not in "
+            f"{printable(offered['dtype'], 16)}; start this one with --dtype "
+            f"{printable(served['dtype'], 16)}, or another registry"
         )
 
 

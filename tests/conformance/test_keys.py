@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -162,17 +163,30 @@ def test_37_key_revoked_in_flight(side):
 
 
 def test_37_after_revoke_returns_the_memory_is_quiet():
-    """With a running engine: whatever it was doing, no write lands after revoke returned."""
-    size = 8 << 20
+    """With a running engine: whatever it was doing, no write lands after revoke returned.
+
+    Writes are posted until one fails, so the revocation meets work that is in flight.
+    """
+    size = 2 << 20
     with Rig(num_bytes=size, thread=True) as rig:
         rig.fill(0, b"\x55" * size)
-        rig.post(*[rig.write(0, 0, size) for _ in range(20)])
-        rig.here.kick()
-        while rig.here.stats()["bytes"] == 0:
-            pass
-        rig.there.revoke(rig.remote_mr)
-        rig.fill_remote(0, b"\0" * size)
-        rig.run_until(lambda: rig.qp.indices()[1] == 20)
+
+        def keep_posting():
+            deadline = time.monotonic() + 30
+            while rig.error() == 0 and time.monotonic() < deadline:
+                if rig.next_idx - rig.qp.indices()[1] < 32:
+                    rig.post(rig.write(0, 0, size))
+                    rig.here.kick()
+
+        poster = threading.Thread(target=keep_posting)
+        poster.start()
+        try:
+            rig.run_until(lambda: rig.here.stats()["bytes"] > 0)
+            rig.there.revoke(rig.remote_mr)
+            rig.fill_remote(0, b"\0" * size)
+        finally:
+            poster.join()
+        rig.run_until(lambda: rig.qp.indices()[1] == rig.next_idx)
         assert rig.at_remote(0, size) == b"\0" * size and rig.error() == REMOTE_ACCESS
 
 

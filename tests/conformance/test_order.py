@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 
 import pytest
 
 from expertwire.hca.soft import HOOK_STALL
-from tests.conformance.rig import PEER_LOST, DeviceRig, Rig
+from tests.conformance.rig import NOP, PEER_LOST, DeviceRig, Rig
 from tests.queue_pair import ADD8, INLINE, PUT, PUT_ALWAYS_POST, QUIET
 
 
@@ -55,6 +56,60 @@ def test_44_engine_stopped_between_payload_and_flag():
         assert rig.at_remote(64, 600_000) == b"\x55" * 600_000 and rig.at_remote(0, 1) == b"\0"
         rig.run()
         assert rig.at_remote(0, 1) == b"\1"
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_45_a_waiting_call_has_its_turn_before_the_engine_has_another(attempt):
+    """A call that waits for the lock is let in after the turn (16 entries) that it met."""
+    with Rig(1024) as rig:
+        calling, seen = threading.Event(), []
+
+        def control():
+            calling.set()
+            seen.append(rig.qp.indices())
+
+        caller = threading.Thread(target=control)
+
+        def hold(_context, _qpn, idx, *_):
+            if idx == 0:  # this thread is the engine and has the lock
+                caller.start()
+                calling.wait(5)
+                time.sleep(0.3)  # for the call above to reach the lock
+            return 0
+
+        rig.here.set_hook(hold)
+        rig.post(*[rig.wqe(NOP) for _ in range(1000)])
+        rig.run_until(lambda: seen, timeout_s=10)
+        caller.join()
+        rig.here.set_hook(None)
+        assert seen == [(1000, 16)]
+
+
+def test_45_control_calls_do_not_starve_the_engine():
+    """Threads that call all the time: the engine thread still gets through its work."""
+    with Rig(1024, num_bytes=1 << 20, thread=True) as rig:
+        stop = threading.Event()
+
+        def hammer():
+            while not stop.is_set():
+                rig.here.revoke(rig.here.register(rig.local.addr, 64, 1))
+                rig.here.stats()
+
+        threads = [threading.Thread(target=hammer) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            rig.post(*[rig.write(num_bytes=1 << 20) for _ in range(200)])
+            rig.here.kick()
+            deadline = time.monotonic() + 30
+            while rig.here.stats()["bytes"] < 200 << 20:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert rig.error() == 0
 
 
 @pytest.mark.parametrize("seed", range(12))

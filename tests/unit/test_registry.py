@@ -340,6 +340,21 @@ def test_another_model_is_refused_with_both_names(peer):
     second.register("b", model=model_facts("mixtral"))
 
 
+def test_another_dtype_is_refused_with_both_names(peer):
+    first, second = peer(), peer()
+    first.register("a")
+    other = {**model_facts(), "dtype": "bfloat16"}
+    reply = second.ask("register", **server_facts("b", model=other))
+    assert reply["type"] == "error"
+    assert "float32" in reply["reason"]
+    assert "bfloat16" in reply["reason"]
+    assert "--dtype float32" in reply["reason"]
+    nameless = {k: v for k, v in model_facts().items() if k != "dtype"}
+    assert "dtype" in second.ask("register", **server_facts("b", model=nameless))["reason"]
+    assert second.ask("plan", model=nameless)["type"] != "error"
+    second.register("b")
+
+
 # ------------------------------------------------------------------------ plan
 
 

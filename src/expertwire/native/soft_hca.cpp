@@ -116,13 +116,15 @@ EW_API int ew_hca_destroy(ew_hca* hca) {
   return 0;
 }
 
+// Returns WQEs executed, or -EBUSY: another thread drives the engine, or a call waits for its turn.
 EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
   std::unique_lock guard(hca->lock, std::try_to_lock);
   if (!guard.owns_lock()) return -EBUSY;
   u32 done = 0;
   bool stalled = false;
   const size_t num_qps = hca->qps.size();
-  for (size_t i = 0; i < num_qps && done < max_wqes; ++i) {
+  // Always one queue; the others only while no other call waits for the lock.
+  for (size_t i = 0; i < num_qps && done < max_wqes && !(i > 0 && hca->lock.contended()); ++i) {
     ew_qp* qp = hca->qps[(hca->next_qp + i) % num_qps];
     done += run_queue(qp, std::min(kWqesPerTurn, max_wqes - done), &stalled);
     if (qp->peer && qp->peer->touched) {

@@ -134,8 +134,33 @@ struct ew_hca_stats {
 constexpr u32 kHookStall = 0xffffffff;
 typedef u32 (*ew_hca_hook)(void* context, u32 qpn, u64 wqe_idx, const void* wqe, u32 num_bytes);
 
+// The lock of a context. An engine with work takes it again and again, and a plain mutex would let it
+// win every time; here a call that waits has its turn before the engine has its next one.
+class EngineLock {
+ public:
+  void lock() {  // control calls
+    waiting_.fetch_add(1, std::memory_order_seq_cst);
+    mutex_.lock();
+    waiting_.fetch_sub(1, std::memory_order_relaxed);
+    engine_was_last_.store(false, std::memory_order_relaxed);
+  }
+  bool try_lock() {  // the engine: refused while somebody waits, but not twice in a row
+    if (contended() && engine_was_last_.load(std::memory_order_relaxed)) return false;
+    if (!mutex_.try_lock()) return false;
+    engine_was_last_.store(true, std::memory_order_relaxed);
+    return true;
+  }
+  void unlock() { mutex_.unlock(); }
+  bool contended() const { return waiting_.load(std::memory_order_relaxed) != 0; }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<u32> waiting_{0};
+  std::atomic<bool> engine_was_last_{false};
+};
+
 struct ew_hca {
-  std::mutex lock;
+  EngineLock lock;
   std::unordered_map<u32, Mkey> mkeys;
   std::vector<ew_qp*> qps;
   std::vector<ew_window*> windows;

@@ -54,7 +54,9 @@ void engine_loop(ew_hca* hca) {
   Spin spin(idle_since);
   while (!hca->stop.load(std::memory_order_acquire)) {
     const u32 kicks = hca->kicks.load(std::memory_order_acquire);
-    if (ew_hca_poll(hca, 256) > 0) {
+    const int executed = ew_hca_poll(hca, 256);
+    if (executed == -EBUSY) sched_yield();  // says nothing about the queues: no reason to sleep
+    if (executed != 0) {
       idle_since = monotonic_ns();
       continue;
     }
@@ -147,7 +149,9 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
     if (now - start >= timeout_ns) return -ETIMEDOUT;
     const int executed = ew_hca_poll(hca, 64);
     now = monotonic_ns();
-    if (executed > 0 || now - spin_start < spin_ns) {
+    // Busy, and no thread but this one executes what is posted: do not sleep on it.
+    const bool must_retry = executed == -EBUSY && !hca->thread.joinable();
+    if (executed > 0 || must_retry || now - spin_start < spin_ns) {
       if (executed <= 0) spin.relax(now);
       continue;
     }
