@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .config import ClientConfig
 from .draw import Span, draw_step
 from .errors import ConfigError, NoServerError
 from .generate import Generation, generate, load_tokenizer
@@ -41,7 +42,7 @@ def split_experts(num_experts: int, num_servers: int) -> list[str]:
 def run_demo(
     *, prompt: str = DEFAULT_PROMPT, num_servers: int = 3, model_path: str | None = None,
     seed: int = 0, max_new_tokens: int = 96, picture: str = "expertwire-demo.svg",
-    quiet: bool = False,
+    quiet: bool = False, client_config: ClientConfig | None = None,
 ) -> dict[str, Any]:
     """Runs the demo; prints to stdout unless quiet. Returns the facts that --json prints."""
     from .checkpoint import inspect_model
@@ -68,7 +69,8 @@ def run_demo(
                  f"{[c.process.pid for c in children.children[1:]]}")
         try:
             remote, trace, times, stats, tokenizer, remote_logits = attention_side(
-                path, address, token.encode(), prompt, seed, max_new_tokens, out, children
+                path, address, token.encode(), prompt, seed, max_new_tokens, out, children,
+                client_config or ClientConfig(),
             )
         except NoServerError:
             children.check()  # why a server is not there says more than that it is not
@@ -99,14 +101,14 @@ def say(out: Any, text: str) -> None:
 
 def attention_side(
     path: str, address: str, token: bytes, prompt: str, seed: int, max_new_tokens: int, out: Any,
-    children: ChildGroup,
+    children: ChildGroup, config: ClientConfig,
 ) -> tuple[Generation, list, list[int], dict, Any, torch.Tensor]:
     """Everything but the experts, in this process."""
     from . import transformers as integration
     from .client import Client
     from .serve import load_progress
 
-    with Client(address, token=token, name="demo") as client:
+    with Client(address, token=token, name="demo", config=config) as client:
         tokenizer = load_tokenizer(path)
         start = time.monotonic()
         model = integration.load(
