@@ -191,6 +191,32 @@ def status(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = Fa
         print_json(facts)
 
 
+@app.command("compile")
+def compile_(
+    more: Annotated[list[str] | None, typer.Argument(metavar="[ARCH]...", help="more of --arch")]
+    = None,
+    arch: Annotated[list[str] | None, typer.Option(metavar="ARCH", help="GPU architectures, as "
+                                                   "sm_90 sm_100, the default")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile the device code for GPUs into the cubin cache; needs no GPU."""
+    from .cuda.cache import cache_folder
+    from .cuda.compile import DEFAULT_ARCHS, compile_device_code, nvrtc_version
+
+    facts: dict[str, Any] = {"nvrtc": nvrtc_version(), "cache": str(cache_folder()), "archs": {}}
+    for name in dict.fromkeys([*(arch or []), *(more or [])]) or DEFAULT_ARCHS:
+        cubin = compile_device_code(name)
+        facts["archs"][name] = {
+            "kernels": cubin.kernels(), "bytes": len(cubin.code), "cached": cubin.cached,
+            "seconds": round(cubin.seconds, 3),
+        }
+        if not as_json:
+            print(f"{name}: {len(cubin.kernels())} kernels, {len(cubin.code)} bytes, "
+                  + ("from the cache" if cubin.cached else f"{cubin.seconds:.1f} s"))
+    if as_json:
+        print_json(facts)
+
+
 def wait_for(blocking) -> None:
     """Runs a blocking call in a way that signal handlers still get their turn; raises what it
     raises."""

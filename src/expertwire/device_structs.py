@@ -122,7 +122,15 @@ class ClientCombineArgs(ctypes.Structure):
     _fields_ = (
         ("servers", c_uint64), ("tables", RouteTables), ("shape", MessageShape),
         ("output", c_uint64), ("output_stride", c_uint64), ("status", c_uint64),
-        ("timeout_ns", c_uint64), ("output_type", c_uint32), ("num_tokens", c_uint32),
+        ("timeout_ns", c_uint64), ("seq", c_uint64), ("output_type", c_uint32),
+        ("num_tokens", c_uint32),
+    )
+
+
+class ClientSendArgs(ctypes.Structure):
+    _fields_ = (
+        ("route", ClientRouteArgs), ("pack", ClientPackArgs), ("seq", c_uint64),
+        ("arrived", c_uint64),
     )
 
 
@@ -183,7 +191,8 @@ class ServerPollArgs(ctypes.Structure):
     _fields_ = (
         ("slots", c_uint64), ("messages", c_uint64), ("slot_state", c_uint64),
         ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_pairs", c_uint64),
-        ("layer", c_uint64), ("model", ServerModel), ("num_slots", c_uint32),
+        ("layer", c_uint64), ("timeout_ns", c_uint64), ("model", ServerModel),
+        ("num_slots", c_uint32),
         ("first_slot", c_uint32), ("max_messages", c_uint32), ("max_rows", c_uint32),
     )
 
@@ -203,7 +212,8 @@ class ServerReplyArgs(ctypes.Structure):
     _fields_ = (
         ("slots", c_uint64), ("messages", c_uint64), ("pair_position", c_uint64),
         ("pair_reply_row", c_uint64), ("expert_output", c_uint64), ("status", c_uint64),
-        ("epoch", c_uint64), ("num_messages", c_uint32), ("hidden_size", c_uint32),
+        ("epoch", c_uint64), ("found", c_uint64), ("arrived", c_uint64),
+        ("num_messages", c_uint32), ("hidden_size", c_uint32),
         ("output_type", c_uint32), ("server_id", c_uint32), ("experts_us", c_uint32),
         ("reserved", c_uint32),
     )
@@ -223,5 +233,52 @@ class IbgdaRunArgs(ctypes.Structure):
         ("num_operations", c_uint32), ("peer_idx", c_uint32),
     )
 
+
+class HcaKey(ctypes.Structure):
+    _fields_ = (
+        ("key", c_uint32), ("access", c_uint32), ("valid", c_uint32), ("pd", c_uint32),
+        ("base", c_uint64), ("length", c_uint64), ("mapped", c_uint64), ("reserved", c_uint64),
+    )
+
+
+class HcaQueue(ctypes.Structure):
+    _fields_ = (
+        ("sq_addr", c_uint64), ("dbrec_addr", c_uint64), ("uar_addr", c_uint64),
+        ("cq_addr", c_uint64), ("cq_dbrec_addr", c_uint64), ("proxy_addr", c_uint64),
+        ("local_keys", c_uint64), ("remote_keys", c_uint64), ("num_local_keys", c_uint32),
+        ("num_remote_keys", c_uint32), ("qpn", c_uint32), ("num_wqe", c_uint32),
+        ("num_cqe", c_uint32), ("cq_flags", c_uint32), ("pd", c_uint32), ("scope", c_uint32),
+        ("state", c_uint32), ("lost", c_uint32), ("pi", c_uint64), ("ci", c_uint64),
+        ("num_cqe_written", c_uint64), ("last_register", c_uint64 * 2), ("last_proxy", c_uint64),
+        ("last_record", c_uint32), ("first_syndrome", c_uint32), ("first_error_idx", c_uint64),
+        ("num_executed", c_uint64), ("num_errors", c_uint64), ("num_bytes", c_uint64),
+        ("reserved", c_uint64),
+    )
+
+
+class GpuHcaArgs(ctypes.Structure):
+    _fields_ = (
+        ("queues", c_uint64), ("stop", c_uint64), ("lifetime_ns", c_uint64),
+        ("max_entries", c_uint64), ("num_queues", c_uint32), ("return_when_idle", c_uint32),
+    )
+
+
+# Every kernel of the device code and the structure that it takes by value.
+KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
+    "client_route": ClientRouteArgs,
+    "client_pack": ClientPackArgs,
+    "client_put_ibgda": ClientPutArgs,
+    "client_put_direct": ClientPutArgs,
+    "client_put_sequential": ClientPutArgs,
+    "client_send_direct": ClientSendArgs,
+    "client_combine": ClientCombineArgs,
+    "server_poll": ServerPollArgs,
+    "server_gather": ServerGatherArgs,
+    "server_reply_ibgda": ServerReplyArgs,
+    "server_reply_direct": ServerReplyArgs,
+    "server_reply_in_place": ServerReplyArgs,
+    "ibgda_run": IbgdaRunArgs,
+    "gpu_hca": GpuHcaArgs,
+}
 
 MISSING = c_int32(-1).value

@@ -19,6 +19,10 @@ class CheckpointError(ConfigError):
     """A model folder is missing, damaged, or of a family that cannot be served."""
 
 
+class CompileError(ExpertwireError):
+    """The device code cannot be compiled for a GPU; the compiler's text is in the message."""
+
+
 class AuthError(ExpertwireError):
     """The peer did not prove that it knows the shared token."""
 

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-import expertwire
-
-DEVICE = Path(expertwire.__file__).with_name("device")
-KERNELS = [
-    "client_combine", "client_pack", "client_put", "client_route", "device_checks",
-    "server_gather", "server_poll", "server_reply",
-]
+from expertwire.cuda.compile import Cubin, compile_device_code
+from expertwire.cuda.source import DEVICE, device_source
+from expertwire.device_structs import KERNEL_ARGS
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_kernels_compile_for_gpus(arch, tmp_path):
     source = tmp_path / "all.cu"
-    source.write_text("".join(f'#include "{name}.cuh"\n' for name in KERNELS))
+    source.write_text(device_source())
     done = subprocess.run(
-        ["nvcc", "-std=c++17", f"-arch={arch}", "-cubin", f"-I{DEVICE}", str(source), "-o",
+        ["nvcc", "-std=c++17", f"-arch={arch}", "-cubin", str(source), "-o",
          str(tmp_path / "all.cubin")], capture_output=True, text=True, timeout=110, check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "all.cubin").stat().st_size > 10_000
+    cubin = Cubin(arch, (tmp_path / "all.cubin").read_bytes(), False, 0.0)
+    assert set(cubin.kernels()) == set(KERNEL_ARGS)
+
+
+def test_nvrtc_compiles_without_a_gpu(tmp_path):
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    first = compile_device_code("sm_90", tmp_path)
+    assert set(first.kernels()) == set(KERNEL_ARGS) and not first.cached
+    again = compile_device_code("sm_90", tmp_path)
+    assert again.cached and again.code == first.code
 
 
 def test_only_target_cuh_has_branches():

@@ -14,6 +14,7 @@ from expertwire.launch import Launch, find_kernel, struct_bytes
 STRUCTS = [
     "KernelStatus", "IbgdaKey", "IbgdaQp", "IbgdaPeer", "BufferHead", "ReplyHead", "ClientServer",
     "RouteTables", "MessageShape", "ServerSlot", "ServerMessage", "ServerModel",
+    "HcaKey", "HcaQueue",
 ]
 
 

@@ -12,25 +12,26 @@ struct ClientCombineArgs {
   u64 output_stride;
   u64 status;         // KernelStatus*
   u64 timeout_ns;
+  u64 seq;            // const u64*: seq of the message that is waited for; 0: shape.seq
   u32 output_type, num_tokens;
 };
 
 // One lane: the reply of server s, checked. The rows are trusted only after the head is.
-EW_DEVICE void wait_reply(const ClientCombineArgs& args, u32 s, u64 deadline) {
+EW_DEVICE void wait_reply(const ClientCombineArgs& args, u32 s, u64 seq, u64 deadline) {
   const ClientServer& server = at<const ClientServer>(args.servers)[s];
   KernelStatus* status = at<KernelStatus>(args.status);
   const u64 flag_addr = slot_flag(server.reply_addr, server.reply_slot_bytes);
   u64 seen;
-  while ((seen = load_acquire(at<const u64>(flag_addr), Scope::kSystem)) != args.shape.seq) {
-    if (clock_ns() > deadline) return report(status, kTimeout, kStageCombine, s, args.shape.seq, seen);
+  while ((seen = load_acquire(at<const u64>(flag_addr), Scope::kSystem)) != seq) {
+    if (clock_ns() > deadline) return report(status, kTimeout, kStageCombine, s, seq, seen);
     spin_pause();
   }
   const ReplyHead head = *at<const ReplyHead>(reply_head(server.reply_addr, server.reply_slot_bytes));
   const u32* expected =
       at<const u32>(args.shape.reply_mode == kReplyPerExpert ? args.tables.num_pairs : args.tables.batch_size);
-  if (head.magic != kReplyMagic || head.version != kWireVersion || head.seq != args.shape.seq ||
+  if (head.magic != kReplyMagic || head.version != kWireVersion || head.seq != seq ||
       head.head_checksum != head_checksum(&head, sizeof(head) - 8))
-    return report(status, kBadArgument, kStageCombine, s, args.shape.seq, head.seq);
+    return report(status, kBadArgument, kStageCombine, s, seq, head.seq);
   if (head.reason != kReasonOk)  // refused: the reason travels in `syndrome`
     return report(status, kBadArgument, kStageCombine, s, 0, 0, head.reason);
   if (head.num_rows != expected[s] || head.reply_type != args.shape.reply_type ||
@@ -40,18 +41,22 @@ EW_DEVICE void wait_reply(const ClientCombineArgs& args, u32 s, u64 deadline) {
 
 EW_KERNEL(client_combine, ClientCombineArgs) {
   const u64 deadline = clock_ns() + args.timeout_ns;
+  const u64 seq = args.seq ? load_relaxed(at<const u64>(args.seq), Scope::kGpu) : args.shape.seq;
   for (u32 s = thread_idx(); s < args.tables.num_servers; s += block_dim())
-    if (at<const u32>(args.tables.batch_size)[s] > 0) wait_reply(args, s, deadline);
+    if (at<const u32>(args.tables.batch_size)[s] > 0) wait_reply(args, s, seq, deadline);
   block_sync();
   if (load_relaxed(&at<KernelStatus>(args.status)->code, Scope::kGpu) != kOk) return;
 
   const u32 top_k = args.shape.experts_per_row;
   const u64 row_bytes = static_cast<u64>(args.shape.hidden_size) * data_type_bytes(args.shape.reply_type);
-  for (u32 token = global_warp(); token < args.num_tokens; token += all_warps()) {
+  const u32 pieces = static_cast<u32>((args.shape.hidden_size + row_piece() - 1) / row_piece());
+  for (u32 item = global_warp(); item < args.num_tokens * pieces; item += all_warps()) {
+    const u32 token = item / pieces;
+    const u64 begin = (item % pieces) * row_piece();
     const i32* pair_server = at<const i32>(args.tables.pair_server) + static_cast<u64>(token) * top_k;
     const i32* pair_row = at<const i32>(args.tables.pair_row) + static_cast<u64>(token) * top_k;
     warp_row_sum(at<u8>(args.output + token * args.output_stride), args.output_type, args.shape.reply_type, top_k,
-                 args.shape.hidden_size, [&](u32 k, float*) -> const void* {
+                 begin, min_u64(begin + row_piece(), args.shape.hidden_size), [&](u32 k, float*) -> const void* {
                    if (pair_server[k] < 0 || pair_row[k] < 0) return nullptr;
                    const ClientServer& server = at<const ClientServer>(args.servers)[pair_server[k]];
                    return at<const u8>(server.reply_addr + static_cast<u64>(pair_row[k]) * row_bytes);

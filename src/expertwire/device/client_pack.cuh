@@ -23,11 +23,11 @@ struct ClientPackArgs {
   u32 id_bytes, reserved;
 };
 
-EW_DEVICE void pack_row(const ClientPackArgs& args, u32 s, u32 row, const RequestLayout& layout) {
+// What a row has beside its hidden elements: expert ids, weights, scales.
+EW_DEVICE void pack_row_facts(const ClientPackArgs& args, u32 s, u32 row, u32 token, const RequestLayout& layout) {
   const MessageShape& shape = args.shape;
   const ClientServer& server = at<const ClientServer>(args.servers)[s];
   const u32 top_k = shape.experts_per_row;
-  const u32 token = at<const u32>(args.tables.row_token)[static_cast<u64>(s) * args.tables.row_stride + row];
   i32* active = at<i32>(server.send_addr + layout.active_offset) + static_cast<u64>(row) * top_k;
   float* weights = at<float>(server.send_addr + layout.weights_offset) + static_cast<u64>(row) * top_k;
   for (u32 k = lane_id(); k < top_k; k += warp_size()) {
@@ -37,13 +37,19 @@ EW_DEVICE void pack_row(const ClientPackArgs& args, u32 s, u32 row, const Reques
     active[k] = here ? static_cast<i32>(id) : -1;
     weights[k] = here ? at<const float>(args.topk_weights)[token * args.weights_stride + k] : 0.0f;
   }
-  const u64 row_bytes = hidden_row_bytes(shape);
-  warp_copy(at<u8>(server.send_addr + layout.hidden_offset + row * row_bytes),
-            at<const u8>(args.hidden + token * args.hidden_stride), row_bytes);
   const u64 scale_bytes = scales_per_row(shape) * 4;
   if (scale_bytes)
     warp_copy(at<u8>(server.send_addr + layout.scales_offset + row * scale_bytes),
               at<const u8>(args.scales + token * args.scales_stride * 4), scale_bytes);
+}
+
+EW_DEVICE void pack_row(const ClientPackArgs& args, u32 s, u32 row, const RequestLayout& layout) {
+  const ClientServer& server = at<const ClientServer>(args.servers)[s];
+  const u32 token = at<const u32>(args.tables.row_token)[static_cast<u64>(s) * args.tables.row_stride + row];
+  const u64 row_bytes = hidden_row_bytes(args.shape);
+  warp_copy(at<u8>(server.send_addr + layout.hidden_offset + row * row_bytes),
+            at<const u8>(args.hidden + token * args.hidden_stride), row_bytes);
+  pack_row_facts(args, s, row, token, layout);
 }
 
 EW_DEVICE void pack_head(const ClientPackArgs& args, u32 s, u32 num_rows, const RequestLayout& layout) {

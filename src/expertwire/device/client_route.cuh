@@ -29,7 +29,8 @@ EW_DEVICE i32 server_of(const ClientRouteArgs& args, i64 expert, u32 token) {
   return num_replicas ? replicas[token % num_replicas] : -1;
 }
 
-EW_KERNEL(client_route, ClientRouteArgs) {
+// One block. count: whether skipped ids are added up (blocks that route beside each other must not).
+EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
   i32* pair_server = at<i32>(args.tables.pair_server);
   i32* pair_row = at<i32>(args.tables.pair_row);
   const u32 top_k = args.experts_per_row;
@@ -38,7 +39,7 @@ EW_KERNEL(client_route, ClientRouteArgs) {
     const i64 expert = load_id(args, i / top_k, i % top_k);
     i32 server = -1;
     if (expert < 0 || expert >= args.num_experts) {
-      atomic_add(at<u64>(args.num_skipped), 1ull);
+      if (count) atomic_add(at<u64>(args.num_skipped), 1ull);
     } else {
       server = server_of(args, expert, i / top_k);
       if (server < 0) *at<i32>(args.missing_expert) = static_cast<i32>(expert);
@@ -81,3 +82,5 @@ EW_KERNEL(client_route, ClientRouteArgs) {
     }
   }
 }
+
+EW_KERNEL(client_route, ClientRouteArgs) { route_tokens(args, true); }

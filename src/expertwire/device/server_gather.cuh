@@ -42,7 +42,6 @@ EW_DEVICE void read_experts(const ServerGatherArgs& args, ServerMessage& message
 
 EW_KERNEL(server_gather, ServerGatherArgs) {
   const u32 num_messages = *at<const u32>(args.num_messages);
-  u64* expert_rows = at<u64>(args.expert_rows) + static_cast<u64>(*at<const u32>(args.layer)) * args.num_local;
   ServerMessage* messages = at<ServerMessage>(args.messages);
   u32* offsets = at<u32>(args.expert_offsets);
   u32* cursor = at<u32>(args.cursor);
@@ -63,11 +62,15 @@ EW_KERNEL(server_gather, ServerGatherArgs) {
   }
   block_sync();
   if (thread_idx() == 0) {
+    // The layer means something only if a message was taken, and then some expert may have rows.
+    u64* expert_rows = at<u64>(args.expert_rows) + static_cast<u64>(*at<const u32>(args.layer)) * args.num_local;
     u32 sum = 0;
     for (u32 e = 0; e < args.num_local; ++e) {
       offsets[e] = sum;
-      expert_rows[e] += cursor[e];
-      if (cursor[e] > 0) sum += cursor[e] < args.min_rows ? args.min_rows : cursor[e];
+      if (cursor[e] > 0) {
+        expert_rows[e] += cursor[e];
+        sum += cursor[e] < args.min_rows ? args.min_rows : cursor[e];
+      }
       cursor[e] = offsets[e];
     }
     offsets[args.num_local] = sum;

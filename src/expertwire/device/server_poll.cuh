@@ -13,6 +13,7 @@ struct ServerPollArgs {
   u64 num_rows;     // out u32*: rows of the accepted messages
   u64 num_pairs;    // out u32*: rows x experts_per_row of the accepted messages
   u64 layer;        // out u32* [2]: layer and data type of the batch
+  u64 timeout_ns;   // how long to wait for a first message; 0: look once
   ServerModel model;
   u32 num_slots, first_slot;  // first_slot moves on from call to call: fairness
   u32 max_messages, max_rows; // bounds of one batch
@@ -51,13 +52,25 @@ EW_DEVICE u32 check_head(const BufferHead& head, const ServerSlot& slot, const S
 EW_KERNEL(server_poll, ServerPollArgs) {
   ServerSlot* slots = at<ServerSlot>(args.slots);
   u32* state = at<u32>(args.slot_state);
-  for (u32 i = thread_idx(); i < args.num_slots; i += block_dim()) {
-    const u64 flag = slots[i].open ? load_acquire(at<const u64>(slot_flag(slots[i].recv_addr, slots[i].recv_slot_bytes)),
-                                                  Scope::kSystem)
-                                   : slots[i].last_seq;
-    state[i] = flag != slots[i].last_seq;
+  EW_SHARED(u32, look_again);
+  const u64 deadline = args.timeout_ns ? clock_ns() + args.timeout_ns : 0;
+  for (;;) {
+    if (thread_idx() == 0) look_again = deadline != 0 && clock_ns() < deadline;
+    block_sync();
+    for (u32 i = thread_idx(); i < args.num_slots; i += block_dim()) {
+      const u64 flag = slots[i].open
+                           ? load_acquire(at<const u64>(slot_flag(slots[i].recv_addr, slots[i].recv_slot_bytes)),
+                                          Scope::kSystem)
+                           : slots[i].last_seq;
+      state[i] = flag != slots[i].last_seq;
+      if (state[i]) atomic_exchange(&look_again, 0u);
+    }
+    block_sync();
+    const u32 again = look_again;
+    block_sync();  // everybody has read it before it is set again
+    if (!again) break;
+    spin_pause();
   }
-  block_sync();
   if (thread_idx() != 0) return;
 
   ServerMessage* messages = at<ServerMessage>(args.messages);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "client_put.cuh"
+#include "grid.cuh"
 #include "server_state.cuh"
 
 struct ServerReplyArgs {
@@ -12,11 +13,17 @@ struct ServerReplyArgs {
   u64 expert_output;   // [rows] of output_type; 0: echo the payload rows, unweighted
   u64 status;          // KernelStatus [num_messages]
   u64 epoch;
+  u64 found;           // const u32*: number of messages, from polling; 0: num_messages says it
+  u64 arrived;         // u32*, see last_block; only for the kernel of many blocks
   u32 num_messages, hidden_size, output_type, server_id;
   u32 experts_us, reserved;
 };
 
-// Weighted rows of one message into its send slot, spread over the warps of the launch.
+EW_DEVICE u32 messages_of(const ServerReplyArgs& args) {
+  return args.found ? *at<const u32>(args.found) : args.num_messages;
+}
+
+// Weighted rows of one message into its send slot, in pieces spread over the warps of the launch.
 EW_DEVICE void write_reply_rows(const ServerReplyArgs& args, const ServerMessage& message, const ServerSlot& slot) {
   const BufferHead& head = message.head;
   const u32 top_k = head.experts_per_row;
@@ -28,29 +35,32 @@ EW_DEVICE void write_reply_rows(const ServerReplyArgs& args, const ServerMessage
   const float* weights = at<const float>(slot.recv_addr + layout.weights_offset);
   const i32* position = at<const i32>(args.pair_position) + message.pair_begin;
   const i32* reply_row = at<const i32>(args.pair_reply_row) + message.pair_begin;
-  for (u32 row = global_warp(); row < head.num_rows; row += all_warps()) {
+  const u32 pieces = static_cast<u32>((head.hidden_size + row_piece() - 1) / row_piece());
+  const bool per_expert = args.expert_output && head.reply_mode == kReplyPerExpert;
+  const u64 num_items = static_cast<u64>(head.num_rows) * (per_expert ? top_k : 1) * pieces;
+  for (u64 item = global_warp(); item < num_items; item += all_warps()) {
+    const u32 unit = static_cast<u32>(item / pieces);  // row, or pair if every expert has its own row
+    const u64 begin = (item % pieces) * row_piece(), end = min_u64(begin + row_piece(), head.hidden_size);
     if (!args.expert_output) {
-      warp_copy(at<u8>(slot.reply_addr + row * out_bytes),
-                at<const u8>(slot.recv_addr + layout.hidden_offset + row * in_bytes), out_bytes);
-    } else if (head.reply_mode == kReplySum) {
-      warp_row_sum(at<u8>(slot.reply_addr + row * out_bytes), head.reply_type, args.output_type, top_k,
-                   head.hidden_size, [&](u32 k, float* weight) -> const void* {
-                     const i32 p = position[row * top_k + k];
+      const u64 size = data_type_bytes(head.reply_type);
+      warp_copy(at<u8>(slot.reply_addr + unit * out_bytes + begin * size),
+                at<const u8>(slot.recv_addr + layout.hidden_offset + unit * in_bytes + begin * size),
+                (end - begin) * size);
+    } else if (!per_expert) {
+      warp_row_sum(at<u8>(slot.reply_addr + unit * out_bytes), head.reply_type, args.output_type, top_k, begin, end,
+                   [&](u32 k, float* weight) -> const void* {
+                     const i32 p = position[unit * top_k + k];
                      if (p < 0) return nullptr;
-                     *weight = weights[row * top_k + k];
+                     *weight = weights[unit * top_k + k];
                      return at<const u8>(args.expert_output + static_cast<u64>(p) * expert_bytes);
                    });
-    } else {
-      for (u32 k = 0; k < top_k; ++k) {
-        const i32 p = position[row * top_k + k];
-        if (p < 0) continue;
-        const u64 out_row = static_cast<u64>(reply_row[row * top_k + k]);
-        warp_row_sum(at<u8>(slot.reply_addr + out_row * out_bytes), head.reply_type, args.output_type, 1,
-                     head.hidden_size, [&](u32, float* weight) -> const void* {
-                       *weight = weights[row * top_k + k];
-                       return at<const u8>(args.expert_output + static_cast<u64>(p) * expert_bytes);
-                     });
-      }
+    } else if (position[unit] >= 0) {
+      const u64 out_row = static_cast<u64>(reply_row[unit]);
+      warp_row_sum(at<u8>(slot.reply_addr + out_row * out_bytes), head.reply_type, args.output_type, 1, begin, end,
+                   [&](u32, float* weight) -> const void* {
+                     *weight = weights[unit];
+                     return at<const u8>(args.expert_output + static_cast<u64>(position[unit]) * expert_bytes);
+                   });
     }
   }
 }
@@ -97,7 +107,8 @@ EW_DEVICE void put_reply(const ServerReplyArgs& args, u32 m) {
 // One block: rows of message m are written by all warps, then warp (m mod warps) puts it.
 template <bool do_ibgda>
 EW_DEVICE void server_reply(const ServerReplyArgs& args) {
-  for (u32 m = 0; m < args.num_messages; ++m) {
+  const u32 num_messages = messages_of(args);
+  for (u32 m = 0; m < num_messages; ++m) {
     const ServerMessage& message = at<const ServerMessage>(args.messages)[m];
     const ServerSlot& slot = at<const ServerSlot>(args.slots)[message.slot];
     if (message.reason == kReasonOk) write_reply_rows(args, message, slot);
@@ -109,3 +120,21 @@ EW_DEVICE void server_reply(const ServerReplyArgs& args) {
 
 EW_KERNEL(server_reply_ibgda, ServerReplyArgs) { server_reply<true>(args); }
 EW_KERNEL(server_reply_direct, ServerReplyArgs) { server_reply<false>(args); }
+
+// Many blocks, for slots in place: rows go straight to the clients, the block that finishes last
+// releases the flags.
+EW_KERNEL(server_reply_in_place, ServerReplyArgs) {
+  const u32 num_messages = messages_of(args);
+  const ServerMessage* messages = at<const ServerMessage>(args.messages);
+  const ServerSlot* slots = at<const ServerSlot>(args.slots);
+  for (u32 m = 0; m < num_messages; ++m)
+    if (messages[m].reason == kReasonOk) write_reply_rows(args, messages[m], slots[messages[m].slot]);
+  const u32 thread = block_idx() * block_dim() + thread_idx();
+  for (u32 m = thread; m < num_messages; m += grid_dim() * block_dim())
+    write_reply_head(args, messages[m], slots[messages[m].slot]);
+  if (!last_block(args.arrived)) return;
+  for (u32 m = 0; m < num_messages; ++m) {
+    const ServerSlot& slot = slots[messages[m].slot];
+    store_relaxed(at<u64>(slot_flag(slot.reply_addr, slot.reply_slot_bytes)), messages[m].head.seq, Scope::kSystem);
+  }
+}

@@ -98,6 +98,12 @@ EW_DEVICE T atomic_cas(T* p, T expected, T v) {
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
+template <typename T>
+EW_DEVICE T atomic_cas_system(T* p, T expected, T v) {
+  if (ew::seeded()) ew::seeded_point();
+  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+  return expected;
+}
 EW_DEVICE u64 atomic_max(u64* p, u64 v) {
   if (ew::seeded()) ew::seeded_point();
   u64 old = __atomic_load_n(p, __ATOMIC_RELAXED);
@@ -113,6 +119,10 @@ EW_DEVICE u32 atomic_exchange(u32* p, u32 v) {
 EW_DEVICE u64 clock_ns() { return ew::clock_ns(); }
 EW_DEVICE void spin_pause() { ew::lane_spin(); }
 
+// A row is one warp's work: more warps would only be more fibers on the same core.
+EW_DEVICE constexpr u64 row_piece() { return 1ull << 31; }
+EW_DEVICE constexpr u64 copy_piece() { return 1ull << 31; }
+
 // One lane copies for the warp; the others go on to the next collective.
 EW_DEVICE void warp_copy(void* dst, const void* src, u64 num_bytes) {
   if (lane_id() != 0 || num_bytes == 0) return;
@@ -125,7 +135,7 @@ EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
 
 // See target_gpu.cuh for the rule; here one lane sums for the warp, in cache-sized pieces.
 template <typename RowAt>
-EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 num_elements, RowAt row_at) {
+EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 first, u64 end, RowAt row_at) {
   if (lane_id() != 0) return;
   u32 num_terms = 0;
   const void* only = nullptr;
@@ -135,22 +145,23 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
     if (const void* row = row_at(j, &weight)) ++num_terms, only = row, only_weight = weight;
   }
   if (num_terms == 1 && only_weight == 1.0f && dst_type == src_type) {
-    memcpy(dst, only, num_elements * (src_type == kFloat32 ? 4 : 2));
+    const u64 size = src_type == kFloat32 ? 4 : 2;
+    memcpy(static_cast<u8*>(dst) + first * size, static_cast<const u8*>(only) + first * size, (end - first) * size);
     return;
   }
   constexpr u64 kPiece = 1024;
   float sum[kPiece];
-  for (u64 begin = 0; begin < num_elements; begin += kPiece) {
-    const u64 count = num_elements - begin < kPiece ? num_elements - begin : kPiece;
-    bool first = true;
+  for (u64 begin = first; begin < end; begin += kPiece) {
+    const u64 count = end - begin < kPiece ? end - begin : kPiece;
+    bool is_first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
       const void* row = row_at(j, &weight);
       if (!row) continue;
-      ew::row_add_scaled(sum, row, src_type, weight, begin, count, first);
-      first = false;
+      ew::row_add_scaled(sum, row, src_type, weight, begin, count, is_first);
+      is_first = false;
     }
-    if (first) memset(sum, 0, count * sizeof(float));
+    if (is_first) memset(sum, 0, count * sizeof(float));
     ew::row_store(dst, dst_type, sum, begin, count);
   }
 }

@@ -88,6 +88,9 @@ EW_DEVICE u32 atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
 EW_DEVICE u64 atomic_add(u64* p, u64 v) { return atomicAdd(p, v); }
 EW_DEVICE u32 atomic_cas(u32* p, u32 expected, u32 v) { return atomicCAS(p, expected, v); }
 EW_DEVICE u64 atomic_cas(u64* p, u64 expected, u64 v) { return atomicCAS(p, expected, v); }
+// The HCA kernel's atomics reach memory that other GPUs and the CPU change too.
+EW_DEVICE u32 atomic_cas_system(u32* p, u32 expected, u32 v) { return atomicCAS_system(p, expected, v); }
+EW_DEVICE u64 atomic_cas_system(u64* p, u64 expected, u64 v) { return atomicCAS_system(p, expected, v); }
 EW_DEVICE u64 atomic_max(u64* p, u64 v) { return atomicMax(p, v); }
 EW_DEVICE u32 atomic_exchange(u32* p, u32 v) { return atomicExch(p, v); }
 
@@ -151,21 +154,97 @@ EW_DEVICE void store_element(void* row, u32 type, u64 i, float v) {
     static_cast<u16*>(row)[i] = type == kBFloat16 ? float_to_bfloat16(v) : float_to_half(v);
 }
 
-// dst[i] = round(sum over j, in order, of weight * row_at(j, &weight)[i]); row_at may return null to
-// skip a term. The sum begins with its first term, so one row of weight 1 is copied bit by bit. Products and sums are single fp32 operations rounded to nearest, never contracted,
-// so CPU and GPU give the same bits.
+// What one warp takes at a time, so that few rows keep many warps busy: a piece is a few
+// independent 16-byte loads of each lane.
+EW_DEVICE constexpr u64 row_piece() { return 1024; }
+EW_DEVICE constexpr u64 copy_piece() { return 2048; }
+
+// Eight elements from i on, at most 16 bytes a load; rows of odd sizes may lie off alignment.
+EW_DEVICE void load_eight(const void* row, u32 type, u64 i, float* v) {
+  const u64 addr = reinterpret_cast<u64>(row) + i * (type == kFloat32 ? 4 : 2);
+  if (addr & 15) {
+    for (u32 e = 0; e < 8; ++e) v[e] = load_element(row, type, i + e);
+    return;
+  }
+  const uint4 a = *reinterpret_cast<const uint4*>(addr);
+  const u32 words[4] = {a.x, a.y, a.z, a.w};
+  if (type == kFloat32) {
+    const uint4 b = reinterpret_cast<const uint4*>(addr)[1];
+    const u32 more[4] = {b.x, b.y, b.z, b.w};
+    for (u32 e = 0; e < 4; ++e) v[e] = __uint_as_float(words[e]), v[4 + e] = __uint_as_float(more[e]);
+    return;
+  }
+  for (u32 e = 0; e < 8; ++e) {
+    const u32 bits = (words[e / 2] >> (16 * (e & 1))) & 0xffff;
+    v[e] = type == kBFloat16 ? __uint_as_float(bits << 16) : half_to_float(static_cast<u16>(bits));
+  }
+}
+EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
+  const u64 addr = reinterpret_cast<u64>(row) + i * (type == kFloat32 ? 4 : 2);
+  if (addr & 15) {
+    for (u32 e = 0; e < 8; ++e) store_element(row, type, i + e, v[e]);
+    return;
+  }
+  uint4* at = reinterpret_cast<uint4*>(addr);
+  u32 words[8];
+  if (type == kFloat32) {
+    for (u32 e = 0; e < 8; ++e) words[e] = __float_as_uint(v[e]);
+    at[1] = make_uint4(words[4], words[5], words[6], words[7]);
+  } else {
+    for (u32 e = 0; e < 4; ++e) {
+      const u32 low = type == kBFloat16 ? float_to_bfloat16(v[2 * e]) : float_to_half(v[2 * e]);
+      const u32 high = type == kBFloat16 ? float_to_bfloat16(v[2 * e + 1]) : float_to_half(v[2 * e + 1]);
+      words[e] = low | (high << 16);
+    }
+  }
+  at[0] = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// dst[i] = round(sum over j, in order, of weight * row_at(j, &weight)[i]) for first <= i < end;
+// row_at may return null to skip a term. The sum begins with its first term, so one row of weight 1
+// is copied bit by bit. Products and sums are single fp32 operations rounded to nearest, never
+// contracted, so CPU and GPU give the same bits. A lane sums 8 elements in each of 4 places.
 template <typename RowAt>
-EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 num_elements, RowAt row_at) {
-  for (u64 i = lane_id(); i < num_elements; i += 32) {
+EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 first, u64 end, RowAt row_at) {
+  constexpr u32 kPlaces = 4;
+  u64 begin = first;
+  for (; begin + 256 <= end; begin += 256 * kPlaces) {
+    float sum[kPlaces][8] = {};
+    bool is_first = true;
+    for (u32 j = 0; j < num_rows; ++j) {
+      float weight = 1.0f;
+      const void* row = row_at(j, &weight);
+      if (!row) continue;
+      float v[kPlaces][8];
+#pragma unroll
+      for (u32 p = 0; p < kPlaces; ++p)
+        if (begin + 256 * (p + 1) <= end) load_eight(row, src_type, begin + 256 * p + 8 * lane_id(), v[p]);
+#pragma unroll
+      for (u32 p = 0; p < kPlaces; ++p)
+        if (begin + 256 * (p + 1) <= end)
+#pragma unroll
+          for (u32 e = 0; e < 8; ++e) {
+            const float term = __fmul_rn(weight, v[p][e]);
+            sum[p][e] = is_first ? term : __fadd_rn(sum[p][e], term);
+          }
+      is_first = false;
+    }
+#pragma unroll
+    for (u32 p = 0; p < kPlaces; ++p)
+      if (begin + 256 * (p + 1) <= end) store_eight(dst, dst_type, begin + 256 * p + 8 * lane_id(), sum[p]);
+  }
+  // What is left is less than 256 elements.
+  const u64 done = first + (end - first) / 256 * 256;
+  for (u64 i = done + lane_id(); i < end; i += 32) {
     float sum = 0.0f;
-    bool first = true;
+    bool is_first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
       const void* row = row_at(j, &weight);
       if (!row) continue;
       const float term = __fmul_rn(weight, load_element(row, src_type, i));
-      sum = first ? term : __fadd_rn(sum, term);
-      first = false;
+      sum = is_first ? term : __fadd_rn(sum, term);
+      is_first = false;
     }
     store_element(dst, dst_type, i, sum);
   }

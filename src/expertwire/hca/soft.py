@@ -211,13 +211,15 @@ class SoftQp:
 class SoftHca:
     """A software HCA context.
 
-    thread: with its own engine thread; without one, `poll` or `wait` must be called.
+    thread: with its own engine thread; without one, `poll` or `wait` must be called. spin: that
+    thread never sleeps, which costs a core; for rings that a GPU posts to, since it cannot kick.
     """
 
-    def __init__(self, *, thread: bool = True):
+    def __init__(self, *, thread: bool = True, spin: bool = False):
         self._call = _calls()
         self.handle = c_void_p()
-        _check(self._call.create(1 if thread else 0, byref(self.handle)), "opening the soft HCA")
+        flags = (1 if thread else 0) | (2 if spin else 0)
+        _check(self._call.create(flags, byref(self.handle)), "opening the soft HCA")
         self.wake_fd = self._call.wake_fd(self.handle)
         pd = c_uint32()
         _check(self._call.pd(self.handle, byref(pd)), "allocating a protection domain")
@@ -305,8 +307,9 @@ class SoftHca:
 
     def set_hook(self, hook) -> None:
         """Calls hook(context, qpn, wqe_idx, wqe address, bytes) before every WQE."""
-        self._hook = HOOK_TYPE(hook) if hook else HOOK_TYPE()
-        self._call.set_hook(self.handle, self._hook, None)
+        callback = HOOK_TYPE(hook) if hook else HOOK_TYPE()
+        self._call.set_hook(self.handle, callback, None)
+        self._hook = callback  # only now may the one before go: the engine cannot be in it any more
 
     def stats(self) -> dict:
         """Executed WQEs by opcode name, bytes moved, CQEs, error CQEs, doorbells, wake-ups."""

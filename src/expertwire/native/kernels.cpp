@@ -5,7 +5,9 @@
 #include "client_pack.cuh"
 #include "client_put.cuh"
 #include "client_route.cuh"
+#include "client_send.cuh"
 #include "device_checks.cuh"
+#include "gpu_hca.cuh"
 #include "launch.hpp"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
@@ -26,12 +28,15 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_put_ibgda, ClientPutArgs),
     EW_ENTRY(client_put_direct, ClientPutArgs),
     EW_ENTRY(client_put_sequential, ClientPutArgs),
+    EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
+    EW_ENTRY(server_reply_in_place, ServerReplyArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
+    EW_ENTRY(gpu_hca, GpuHcaArgs),
 };
 
 }  // namespace
@@ -60,6 +65,8 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ServerSlot)
   EW_SIZE(ServerMessage)
   EW_SIZE(ServerModel)
+  EW_SIZE(HcaKey)
+  EW_SIZE(HcaQueue)
   return 0;
 }
 

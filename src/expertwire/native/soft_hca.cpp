@@ -91,6 +91,7 @@ u32 run_queue(ew_qp* qp, u32 max_wqes, bool* stalled) {
 
 }  // namespace
 
+// flags: 1 with an engine thread, 2 that never sleeps.
 EW_API int ew_hca_create(u32 flags, ew_hca** out) {
   auto* hca = new ew_hca;
   hca->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -99,6 +100,7 @@ EW_API int ew_hca_create(u32 flags, ew_hca** out) {
     return ew_fail(-errno, "eventfd: %s", strerror(errno));
   }
   hca->next_qpn = 0x000100;
+  hca->never_sleeps = flags & 2;
   if (flags & 1) start_thread(hca);
   *out = hca;
   return 0;

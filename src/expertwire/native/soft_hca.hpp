@@ -178,6 +178,7 @@ struct ew_hca {
   std::atomic<u32> stop{0};
   std::atomic<u32> kicks{0};      // futex word of the engine thread
   std::atomic<u32> asleep{0};
+  bool never_sleeps = false;  // doorbells come from a GPU, which cannot kick
 };
 
 constexpr u64 kPieceBytes = 256 << 10;  // bytes one queue may move before the others get a turn

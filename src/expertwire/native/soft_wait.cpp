@@ -61,7 +61,7 @@ void engine_loop(ew_hca* hca) {
       continue;
     }
     const u64 now = monotonic_ns();
-    if (now - idle_since < kEngineSpinNs) {
+    if (hca->never_sleeps || now - idle_since < kEngineSpinNs) {
       spin.relax(now);
       continue;
     }

@@ -1,0 +1,72 @@
+"""Runs each check on every HCA that can: the software HCA, and the HCA kernel on the CPU target
+and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expertwire.hca.kernel import KernelHca
+from expertwire.target import CpuTarget, GpuTarget
+from tests.conformance import rig
+
+# What only the software HCA has, and the tests that need it.
+SOFT_ONLY = {
+    "a hook before every entry": {
+        "test_17_more_than_a_ring_in_small_steps_is_caught_too", "test_27_one_gib_is_allowed",
+        "test_37_after_revoke_returns_the_memory_is_quiet",
+        "test_40_every_syndrome_reaches_the_device_code",
+        "test_41_held_entries_of_a_lost_peer_fail_too", "test_46_reserver_that_never_submits",
+        "test_47_full_ring_blocks_and_overwrites_nothing", "test_49_quiet_returns_the_syndrome",
+    },
+    "an engine thread": {
+        "test_45_a_waiting_call_has_its_turn_before_the_engine_has_another",
+        "test_45_control_calls_do_not_starve_the_engine",
+    },
+    "a large entry in pieces": {
+        "test_37_key_revoked_in_flight", "test_41_peer_lost_in_the_middle_of_a_write",
+    },
+    "receives for immediates": {
+        "test_33_immediate_from_the_device_code", "test_33_immediate_is_delivered_once",
+        "test_33_no_receive_waits_then_fails_and_writes_nothing",
+        "test_33_receives_beyond_the_ring_are_refused",
+        "test_42_reset_forgets_a_wait_for_a_receive",
+    },
+    "windows in pages shared with other processes": {
+        "test_35_page_that_the_peer_scribbled_on_harms_nobody",
+        "test_35_published_range_outside_the_descriptor_is_refused",
+        "test_37_entries_are_reused_and_bounded",
+        "test_37_revoking_a_key_that_the_peer_holds_times_out",
+    },
+    "an engine that launches drive": {
+        "test_03_keys_are_not_swapped_twice", "test_14_every_doorbell_mode_of_the_device_code",
+        "test_18_quiet_on_a_fresh_queue_returns_and_on_a_posted_one_waits",
+        "test_24_more_than_65536_entries", "test_27_read_by_the_device_code",
+        "test_28_put_cut_at_region_ends_arrives_whole",
+        "test_29_thirty_three_chunks_go_in_rounds_and_no_region_is_an_error",
+        "test_30_atomics_of_the_device_code", "test_31_atomics_are_exact_under_many_queues",
+        "test_45_many_warps_on_one_queue", "test_48_last_message_always_leaves",
+        "test_50_schedules_give_the_same_memory",
+    },
+}
+MAKERS = {
+    "kernel": lambda: KernelHca(CpuTarget(2), warps=2),
+    "gpu": lambda: KernelHca(GpuTarget(), warps=8),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "hca_kind" not in metafunc.fixturenames:
+        return
+    kinds = ["soft"]
+    if not any(metafunc.function.__name__ in names for names in SOFT_ONLY.values()):
+        kinds += ["kernel", "gpu"] if torch.cuda.is_available() else ["kernel"]
+    metafunc.parametrize("hca_kind", kinds, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def hca_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which HCA a Rig is made of."""
+    if request.param in MAKERS:
+        monkeypatch.setattr(rig, "SoftHca", lambda thread=False: MAKERS[request.param]())
+    return request.param
