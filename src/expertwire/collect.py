@@ -29,8 +29,8 @@ from .launch import last_error
 from .message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason
 
 if TYPE_CHECKING:
-    from .client import Chunk, Client
-    from .flight import Flight
+    from .client import Client
+    from .flight import Chunk, Flight
 
 SLICE_NS = 100_000_000  # longest native wait
 MAX_TRIES = 8  # a chunk is sent at most this often before its last error is raised

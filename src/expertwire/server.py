@@ -37,10 +37,19 @@ CLOSE_SECONDS = 4.0
 class Server:
     """Serves a shard of experts until it is closed.
 
+        with Server.from_checkpoint(path, range(8), registry) as server:    # starts, and closes
+            server.wait_registered()
+
     shard: experts.ExpertShard (checkpoint.load_experts makes one), or echo.EchoShard.
     model: the model's facts as a dict: fingerprint, name, num_layers, num_experts, hidden_size,
         top_k, dtype.
     registry: "HOST:PORT" or a running Registry; it need not be up yet.
+    token: the shared secret, at least 16 bytes; default: EXPERTWIRE_TOKEN or the token file.
+    name: shown in status, and the id unless it is taken; default server-PID.
+    config: ServerConfig; single settings may be given as keywords instead.
+
+    Raises ConfigError for settings that do not fit, AuthError for a token file that others can
+    read.
     """
 
     def __init__(
@@ -75,8 +84,12 @@ class Server:
     ) -> Server:
         """A server of some experts (None: all) of a Hugging Face checkpoint folder.
 
-        Reads only these experts' tensors. Raises CheckpointError for a folder that is damaged or
-        of a family that cannot be served.
+        experts: ids from 0; the same ones of every MoE layer. Reads only their tensors. dtype:
+        "float32", "bfloat16" or "float16" to keep them and compute in, default as the checkpoint
+        says. progress(done, total): called with bytes. options: as for Server(...).
+
+        Raises CheckpointError for a folder that is damaged or of a family that cannot be served,
+        ConfigError for experts that it does not have.
         """
         from .checkpoint import inspect_model, load_experts
 
@@ -86,7 +99,11 @@ class Server:
         return cls(shard, facts, registry, **options)
 
     def start(self) -> Server:
-        """Begins to listen, registers, and serves in background threads."""
+        """Begins to listen, registers, and serves in background threads. Returns itself.
+
+        Does not wait for the registry (`wait_registered` does). Raises ConfigError if it was
+        started before.
+        """
         if self._started:
             raise ConfigError("the server was started already")
         if self.config.num_threads:
@@ -116,9 +133,9 @@ class Server:
         return self.lease.server_id or ""
 
     def wait_registered(self, timeout: float = 5.0) -> str:
-        """Waits until the registry knows this server; returns its id.
+        """Waits `timeout` seconds until the registry knows this server; returns its id.
 
-        Raises WaitTimeout, or ConfigError if the registry refused it (another model).
+        Raises WaitTimeout, AuthError, or ConfigError if the registry refused it (another model).
         """
         return self.lease.wait_registered(timeout)
 
