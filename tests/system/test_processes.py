@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -35,9 +36,15 @@ def command(*arguments: str, **options) -> subprocess.CompletedProcess:
     )
 
 
-def abstract_sockets() -> set[str]:
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "@expertwire-" in line}
+def processes_of(mark: str) -> list[int]:
+    """Processes that inherited this mark. Sockets and shared memory live in processes only: they
+    have no name in a file system, and the kernel's list of sockets is that of all test runs."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TEST_MARK") == mark and process.status() != "zombie":
+                found.append(process.pid)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +175,9 @@ def test_mistakes_are_one_clear_line(arguments, text):
     assert "Traceback" not in done.stderr
 
 
-def test_demo(tmp_path):
-    before = abstract_sockets()
+def test_demo(tmp_path, monkeypatch):
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("TEST_MARK", mark)
     picture = tmp_path / "step.svg"
     done = command("demo", "--json", "--tokens", "24", "--servers", "2", "--picture", str(picture),
                    "--prompt", "class Stack:\n")
@@ -179,7 +187,7 @@ def test_demo(tmp_path):
     assert facts["max_logit_diff"] < 1e-4 and facts["tokens_per_s"] > 0
     assert len(facts["servers"]) == 2 and all(s["rows"] > 0 for s in facts["servers"])
     assert "attention" in picture.read_text()
-    assert abstract_sockets() <= before
+    assert processes_of(mark) == [], "left behind"
 
 
 def test_demo_killed_leaves_no_process(tmp_path):
