@@ -189,6 +189,8 @@ class Floor:
 
     def __init__(self, gpu: GpuTarget):
         core, self._driver = require("cuda.core"), require("cuda.bindings.driver")
+        torch.cuda.synchronize(gpu.device)  # makes the device's primary context
+        core.Device(gpu.device.index).set_current()
         source = Path(__file__).with_name("gpu_floor.cu").read_text()
         options = core.ProgramOptions(arch=device_arch(gpu.device.index), std="c++17")
         code = core.Program(source, "c++", options).compile("cubin")

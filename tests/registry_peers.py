@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 
+from expertwire import control
 from expertwire.control import Channel, connect_tcp
 from expertwire.errors import WaitTimeout
+from expertwire.registry import Registry
 
 TOKEN = b"registry-token-0123456789"
 
@@ -100,3 +105,24 @@ def peers(address: str) -> Iterator[Callable[[], Peer]]:
     finally:
         for peer in made:
             peer.close()
+
+
+def raw_tcp(reg: Registry) -> socket.socket:
+    host, port = control.parse_address(reg.address)
+    sock = socket.create_connection((host, port), timeout=3)
+    (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
+    assert json.loads(sock.recv(length, socket.MSG_WAITALL))["expertwire"] == 1
+    return sock
+
+
+def ends(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        sock.close()
+    return True

@@ -285,6 +285,8 @@ def save(model: Qwen3MoeForCausalLM, out: Path, context: int) -> None:
     )
     model.to(torch.bfloat16).save_pretrained(out)
     build_tokenizer(context).save_pretrained(out)
+    for file in out.iterdir():  # safetensors makes files that only their owner may read
+        file.chmod(0o644)
 
 
 def sample(folder: Path, prompts: tuple[str, ...], seed: int) -> None:

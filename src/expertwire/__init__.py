@@ -6,15 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .client import Client, Handle
+    from .client import Client
     from .config import ClientConfig, ServerConfig
+    from .flight import Handle
     from .registry import Registry
     from .server import Server
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Client": "client", "Handle": "client", "ClientConfig": "config", "ServerConfig": "config",
+    "Client": "client", "Handle": "flight", "ClientConfig": "config", "ServerConfig": "config",
     "Registry": "registry", "Server": "server", "ExpertwireError": "errors",
 }
 __all__ = ["Client", "ClientConfig", "Handle", "Registry", "Server", "ServerConfig"]

@@ -98,7 +98,7 @@ def read_config(path: str | Path) -> Any:
     return config.get_text_config()
 
 
-def _top_k(model: Any, config: Any) -> int:
+def top_k_of(model: Any, config: Any) -> int:
     """Experts per token; the largest, for a model whose layers differ."""
     for name in TOP_K_NAMES:
         value = getattr(config, name, None)
@@ -265,7 +265,7 @@ def _info(path: str | Path, config: Any, found: Survey) -> ModelInfo:
         dtype = FILE_DTYPES.get(next(iter(found.places[0].values())).dtype, torch.float32)
     return ModelInfo(
         fingerprint(path), Path(path).resolve().name, config.model_type, len(found.modules),
-        num_experts, hidden_size, _top_k(found.model, config), str(dtype).removeprefix("torch."),
+        num_experts, hidden_size, top_k_of(found.model, config), str(dtype).removeprefix("torch."),
     )
 
 

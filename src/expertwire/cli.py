@@ -23,6 +23,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="end with one JSON obje
 DtypeOption = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; default: the checkpoint's")
 ]
+Fp8Option = Annotated[
+    bool, typer.Option("--fp8", help="send hidden states as fp8 e4m3 with scales: lossy")
+]
+DirectOption = Annotated[
+    bool, typer.Option("--direct", help="store into the servers' memory without the work queue")
+]
 DEFAULT_REGISTRY = "127.0.0.1:7700"
 
 
@@ -32,9 +38,13 @@ def print_json(facts: dict[str, Any]) -> None:
 
 def stop_on_signals(stop) -> None:
     """SIGTERM and Ctrl-C call `stop` once, and the process ends with the usual code (143, 130)."""
+    from .errors import ExpertwireError
 
     def handler(number: int, _: object) -> None:
-        stop()
+        try:
+            stop()
+        except ExpertwireError as err:
+            print("expertwire:", err, file=sys.stderr)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, handler)
@@ -51,13 +61,17 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 96,
     picture: Annotated[str, typer.Option(help="where to write the timeline")]
     = "expertwire-demo.svg",
+    fp8: Fp8Option = False,
+    direct: DirectOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with the experts in other processes, and compare with the whole model."""
+    from .config import ClientConfig
     from .demo import run_demo
 
     result = run_demo(prompt=prompt, num_servers=servers, model_path=model, seed=seed,
-                      max_new_tokens=tokens, picture=picture)
+                      max_new_tokens=tokens, picture=picture,
+                      client_config=ClientConfig(fp8=fp8, do_ibgda=not direct))
     if as_json:
         print_json(result)
     if not result["equal_tokens"]:
@@ -123,16 +137,20 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="random seed")] = None,
     dtype: DtypeOption = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
+    fp8: Fp8Option = False,
+    direct: DirectOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with remote experts."""
+    from .config import ClientConfig
     from .control import load_token, parse_address
     from .generate import run_generate
 
     parse_address(registry)
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
-        as_json=as_json, token=load_token(), dtype=dtype, timeout=timeout,
+        as_json=as_json, token=load_token(), dtype=dtype,
+        config=ClientConfig(connect_timeout=timeout, fp8=fp8, do_ibgda=not direct),
     )
     if as_json:
         print_json(result)
@@ -147,14 +165,20 @@ def openai(
     dtype: DtypeOption = None,
     continuous_batching: Annotated[bool, typer.Option(help="batch requests as they come")] = True,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
+    fp8: Fp8Option = False,
+    direct: DirectOption = False,
 ) -> None:
     """Run transformers' OpenAI-compatible server with remote experts."""
+    from .config import ClientConfig
     from .control import load_token, parse_address
     from .openai_server import run_openai
 
     parse_address(registry)
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
-               continuous_batching=continuous_batching, timeout=timeout)
+               continuous_batching=continuous_batching,
+               client_config=ClientConfig(
+                   connect_timeout=timeout, fp8=fp8, do_ibgda=not direct
+               ))
 
 
 @app.command()

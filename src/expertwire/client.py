@@ -25,8 +25,8 @@ from . import collect
 from .config import ClientConfig
 from .control import load_token
 from .device_structs import SIGNAL_ADD, MessageShape
-from .errors import ConfigError, ExpertwireError
-from .flight import Flight
+from .errors import ConfigError, ExpertwireError, WaitTimeout
+from .flight import Chunk, Flight, Handle
 from .hca import open_hca
 from .inputs import Batch, InputCheck
 from .launch import hca_array
@@ -40,47 +40,19 @@ from .trip import Trip
 if TYPE_CHECKING:
     from .registry import Registry
 
-
-class Chunk:
-    """Tokens [begin, end) of one batch."""
-
-    def __init__(self, handle: Handle, begin: int, end: int):
-        self.handle = handle
-        self.begin, self.end = begin, end
-
-
-class Handle:
-    """A batch on its way. `combine()` waits for it; handles may be combined in any order."""
-
-    def __init__(self, client: Client, layer: int, batch: Batch):
-        self._client = client
-        self.layer = layer
-        self.batch = batch
-        self.num_open = 0  # chunks that are not combined yet
-        self.error: Exception | None = None
-
-    def combine(self) -> torch.Tensor:
-        """Waits for all replies and returns the layer's output.
-
-        Returns: [T, H] in the dtype of the dispatched hidden states.
-        Raises NoServerError, ServerLostError, WaitTimeout, RejectedError or HcaError.
-        """
-        with self._client.lock:
-            if self.num_open and self._client.closed:
-                raise ConfigError("the client was closed before this batch was combined")
-            while self.num_open:
-                self._client.finish_oldest()
-        if self.error is not None:
-            raise self.error
-        return self.batch.output
-
+LET_GO_SECONDS = 1.5  # for a batch that is under way when the client is closed
 
 class Client:
     """Sends batches of one model's MoE layers to its expert servers. Thread-safe.
 
-    registry: "HOST:PORT" of the registry, or a running Registry object.
-    token: the shared secret; default as `control.load_token`.
+    registry: "HOST:PORT" of the registry, or a running Registry object; it need not be up yet.
+    token: the shared secret, at least 16 bytes; default: EXPERTWIRE_TOKEN or the token file.
+    name: shown in status; default client-PID and some random digits.
     config: ClientConfig; single settings may be given as keywords instead.
+
+    Returns at once and connects in the background; `wait_ready` waits for servers. Raises
+    ConfigError for a malformed address or settings that do not fit, AuthError for a token file
+    that others can read.
     """
 
     def __init__(
@@ -127,10 +99,11 @@ class Client:
     ) -> torch.Tensor:
         """One MoE layer: sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t]).
 
-        layer: index of the MoE layer. hidden: [T, H] in the model's dtype, CPU. topk_ids: [T, K]
-        int64 or int32; ids below 0 or >= num_experts are skipped and counted, duplicates add up.
-        topk_weights: [T, K] float. Returns [T, H] in hidden's dtype. Raises as `dispatch` and
-        `Handle.combine`.
+        layer: index among the model's MoE layers, from 0. hidden: [T, H] in the dtype that the
+        servers compute in, on the CPU, any strides; T may be 0. topk_ids: [T, K] int64 or int32,
+        K up to the model's top-k; ids below 0 or >= num_experts are skipped and counted,
+        duplicates add up. topk_weights: [T, K] float. Returns [T, H] in hidden's dtype. Raises as
+        `dispatch` and `Handle.combine`.
         """
         with self.lock:
             handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
@@ -179,15 +152,28 @@ class Client:
         return collect.client_stats(self)
 
     def close(self) -> None:
-        """Leaves: closes connections, threads and shared memory. Idempotent."""
+        """Leaves: closes connections, threads and shared memory, in under 5 s. Idempotent.
+
+        Threads that wait in `moe`, `dispatch`, `combine` or `wait_ready` are woken: ConfigError
+        there. Raises WaitTimeout if one does not let go; its memory then stays until the process
+        ends.
+        """
         if self.closed:
             return
         self.closed = True
         self.membership.on_change = None
-        with self.lock:
+        self.links.stop()
+        self.hca.interrupt()
+        self.membership.close()
+        if not self.lock.acquire(timeout=LET_GO_SECONDS):
+            raise WaitTimeout(
+                f"a batch did not end within {LET_GO_SECONDS} s of closing the client", "close"
+            )
+        try:
             self.links.close()
-            self.membership.close()
             self.hca.close()
+        finally:
+            self.lock.release()
 
     def __enter__(self) -> Client:
         return self

@@ -29,8 +29,8 @@ from .launch import last_error
 from .message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason
 
 if TYPE_CHECKING:
-    from .client import Chunk, Client
-    from .flight import Flight
+    from .client import Client
+    from .flight import Chunk, Flight
 
 SLICE_NS = 100_000_000  # longest native wait
 MAX_TRIES = 8  # a chunk is sent at most this often before its last error is raised
@@ -85,15 +85,13 @@ def wait_replies(client: Client, flight: Flight) -> None:
         code = flight.wait(client.hca.pointer, client.spin_ns, min(left, SLICE_NS))
         if code == 0:
             break
-        if code == -errno.EINTR:
-            raise_if_lost(flight)
-        elif code == -errno.ETIMEDOUT:
-            if client.closed:
-                raise ConfigError("the client was closed while a batch was waiting")
-            if left <= SLICE_NS:
-                raise_timeout(client, flight)
-        else:
+        if code not in (-errno.EINTR, -errno.ETIMEDOUT):
             raise HcaError(f"waiting for replies failed: {last_error()}")
+        if client.closed:
+            raise ConfigError("the client was closed while a batch was waiting")
+        raise_if_lost(flight)  # also after a slice: an earlier wait may have had the interrupt
+        if code == -errno.ETIMEDOUT and left <= SLICE_NS:
+            raise_timeout(client, flight)
     arrivals = flight.arrivals.tolist()
     for s in flight.waiting:
         count_reply(client, flight, s, arrivals[s])

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from .config import ClientConfig
 from .draw import Span, draw_step
-from .errors import ConfigError
+from .errors import ConfigError, NoServerError
 from .generate import Generation, generate, load_tokenizer
 from .processes import ChildGroup
 
@@ -41,7 +42,7 @@ def split_experts(num_experts: int, num_servers: int) -> list[str]:
 def run_demo(
     *, prompt: str = DEFAULT_PROMPT, num_servers: int = 3, model_path: str | None = None,
     seed: int = 0, max_new_tokens: int = 96, picture: str = "expertwire-demo.svg",
-    quiet: bool = False,
+    quiet: bool = False, client_config: ClientConfig | None = None,
 ) -> dict[str, Any]:
     """Runs the demo; prints to stdout unless quiet. Returns the facts that --json prints."""
     from .checkpoint import inspect_model
@@ -66,9 +67,14 @@ def run_demo(
             )
         say(out, f"registry at {address}; {num_servers} expert servers start as processes "
                  f"{[c.process.pid for c in children.children[1:]]}")
-        remote, trace, times, stats, tokenizer, remote_logits = attention_side(
-            path, address, token.encode(), prompt, seed, max_new_tokens, out
-        )
+        try:
+            remote, trace, times, stats, tokenizer, remote_logits = attention_side(
+                path, address, token.encode(), prompt, seed, max_new_tokens, out, children,
+                client_config or ClientConfig(),
+            )
+        except NoServerError:
+            children.check()  # why a server is not there says more than that it is not
+            raise
     local, local_logits = whole_model(path, tokenizer, prompt, remote, seed)
     difference = (remote_logits - local_logits).abs().max().item()
     where = draw_decode_step(picture, trace, times) if picture else None
@@ -94,20 +100,21 @@ def say(out: Any, text: str) -> None:
 
 
 def attention_side(
-    path: str, address: str, token: bytes, prompt: str, seed: int, max_new_tokens: int, out: Any
+    path: str, address: str, token: bytes, prompt: str, seed: int, max_new_tokens: int, out: Any,
+    children: ChildGroup, config: ClientConfig,
 ) -> tuple[Generation, list, list[int], dict, Any, torch.Tensor]:
     """Everything but the experts, in this process."""
     from . import transformers as integration
     from .client import Client
     from .serve import load_progress
 
-    with Client(address, token=token, name="demo") as client:
+    with Client(address, token=token, name="demo", config=config) as client:
         tokenizer = load_tokenizer(path)
         start = time.monotonic()
         model = integration.load(
             path, client, dtype="float32", progress=load_progress("attention side")
         )
-        client.wait_ready(START_SECONDS)
+        wait_servers(client, children)
         say(out, f"attention side ready after {time.monotonic() - start:.1f} s, holds no expert "
                  f"weights\n\n{prompt}")
         generate(model, tokenizer, prompt, max_new_tokens=2, seed=seed)  # warm up
@@ -119,6 +126,20 @@ def attention_side(
         stats = client.stats()
         logits = prompt_logits(model, tokenizer, prompt, result.token_ids)
     return result, trace, result.token_times_ns, stats, tokenizer, logits
+
+
+def wait_servers(client: Any, children: ChildGroup) -> None:
+    """Until every expert has a server. A child that ended instead ends the wait: its last words
+    are the error."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        children.check()
+        try:
+            client.wait_ready(0.2)
+            return
+        except NoServerError:
+            if time.monotonic() > deadline:
+                raise
 
 
 def whole_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from xml.sax.saxutils import escape
 
 # Okabe-Ito, readable with colour-blindness.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8C8C8C")
-WIDTH, LEFT, RIGHT, TOP = 1200, 170, 30, 92
+WIDTH, LEFT, RIGHT, TOP = 1200, 170, 50, 92
+LEGEND_HEIGHT = 22  # of a row of it, below the first
 LANE_HEIGHT, LANE_GAP = 34, 12
 MIN_PIXELS = 0.6  # narrower spans of one stage that touch are drawn as one
 FONT = "font-family='DejaVu Sans, Helvetica, Arial, sans-serif'"
@@ -37,21 +39,24 @@ def step_svg(spans: Sequence[Span], title: str) -> str:
     colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     end = max((span.end_us for span in spans), default=1.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / end
-    lanes_bottom = TOP + len(lanes) * (LANE_HEIGHT + LANE_GAP)
+    shown_legend, num_rows = legend(names, colour)
+    top = TOP + (num_rows - 1) * LEGEND_HEIGHT
+    lanes_bottom = top + len(lanes) * (LANE_HEIGHT + LANE_GAP)
     height = lanes_bottom + 150
     out = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' "
         f"viewBox='0 0 {WIDTH} {height}' role='img'>",
         f"<title>{escape(title)}</title><rect width='100%' height='100%' fill='#ffffff'/>",
-        text(24, 34, title, size=19, weight="600"),
-        *legend(names, colour),
-        *axis(end, scale, lanes_bottom),
+        text(24, 34, fitted(title, WIDTH - 48, 19), size=19, weight="600"),
+        *shown_legend,
+        *axis(end, scale, top, lanes_bottom),
     ]
     for i, lane in enumerate(lanes):
-        y = TOP + i * (LANE_HEIGHT + LANE_GAP)
+        y = top + i * (LANE_HEIGHT + LANE_GAP)
         out.append(f"<rect x='{LEFT}' y='{y}' width='{WIDTH - LEFT - RIGHT}' "
                    f"height='{LANE_HEIGHT}' fill='#f4f5f7'/>")
-        out.append(text(LEFT - 12, y + LANE_HEIGHT / 2 + 5, lane, anchor="end"))
+        out.append(text(LEFT - 12, y + LANE_HEIGHT / 2 + 5, fitted(lane, LEFT - 24),
+                        anchor="end"))
         for span in merged([s for s in spans if s.lane == lane], scale):
             out.append(box(span, y, scale, colour[span.name]))
     if lanes:
@@ -72,31 +77,42 @@ def text_width(content: str, size: int = 13) -> float:
     return len(content) * size * 0.58
 
 
-def legend(names: Sequence[str], colour: dict[str, str]) -> list[str]:
-    out, x = [], 24.0
+def fitted(content: str, width: float, size: int = 13) -> str:
+    """The text, or its two ends if it is wider than `width` pixels: names differ at either."""
+    most = int(width / text_width("x", size))
+    if len(content) <= most:
+        return content
+    head = most // 2
+    return content[:head] + "…" + content[len(content) - (most - head - 1) :]
+
+
+def legend(names: Sequence[str], colour: dict[str, str]) -> tuple[list[str], int]:
+    """The colours' names, in as many rows as they need; the number of rows."""
+    out, x, row = [], 24.0, 0
     for name in names:
-        out.append(f"<rect x='{x:.1f}' y='52' width='13' height='13' rx='2' "
+        shown = fitted(name, WIDTH / 2)
+        width = 19 + text_width(shown) + 22
+        if x + width > WIDTH and x > 24:
+            x, row = 24.0, row + 1
+        y = 52 + row * LEGEND_HEIGHT
+        out.append(f"<rect x='{x:.1f}' y='{y}' width='13' height='13' rx='2' "
                    f"fill='{colour[name]}'/>")
-        out.append(text(x + 19, 63, name))
-        x += 19 + text_width(name) + 22
-    return out
+        out.append(text(x + 19, y + 11, shown))
+        x += width
+    return out, row + 1
 
 
 def tick_step(end: float) -> float:
     """A round step that gives five to ten ticks."""
-    step = 10.0 ** (len(str(int(max(end, 1)))) - 1)
-    while end / step < 5:
-        step /= 2 if str(step).lstrip("0.").startswith(("1", "2", "4")) else 2.5
-    while end / step > 10:
-        step *= 2
-    return step
+    power = 10.0 ** math.floor(math.log10(end / 5))
+    return next(power * step for step in (1, 2, 5, 10) if end / (power * step) <= 10)
 
 
-def axis(end: float, scale: float, bottom: float) -> list[str]:
+def axis(end: float, scale: float, top: float, bottom: float) -> list[str]:
     out, at, step = [], 0.0, tick_step(end)
-    while at <= end + 1e-9:
+    while at <= end * (1 + 1e-9):
         x = LEFT + at * scale
-        out.append(f"<line x1='{x:.1f}' y1='{TOP - 8}' x2='{x:.1f}' y2='{bottom}' "
+        out.append(f"<line x1='{x:.1f}' y1='{top - 8}' x2='{x:.1f}' y2='{bottom}' "
                    "stroke='#d9dce3' stroke-width='1'/>")
         label = f"{at:g} us" if at == 0 or at + step > end else f"{at:g}"
         out.append(text(x, bottom + 18, label, size=12, anchor="middle", fill="#5b6270"))
@@ -139,7 +155,8 @@ def shares(spans: Sequence[Span], lane: str, y: float, colour: dict[str, str]) -
     if whole <= 0:
         return []
     out = [text(LEFT - 12, y + 22, "share of the step", anchor="end"),
-           text(LEFT, y - 8, f"{lane}: {whole:.0f} us in all", size=12, fill="#5b6270")]
+           text(LEFT, y - 8, f"{fitted(lane, WIDTH / 2)}: {whole:.0f} us in all", size=12,
+                fill="#5b6270")]
     x, width = float(LEFT), WIDTH - LEFT - RIGHT
     for name, total in sorted(totals.items(), key=lambda item: -item[1]):
         part = total / whole * width

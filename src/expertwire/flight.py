@@ -1,4 +1,7 @@
-"""One batch in one slot: its kernel arguments, kept and refilled, and what it waits for."""
+"""What is on its way: a batch (Handle), its parts (Chunk), and the slot that a part is in (Flight).
+
+A flight's kernel arguments are kept and refilled from batch to batch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ._native import declare
 from .config import SIGNAL_MODES, ClientConfig
@@ -21,13 +25,56 @@ from .device_structs import (
     ReplyHead,
     RouteTables,
 )
+from .errors import ConfigError
+from .inputs import Batch
 from .launch import Launch
 from .message import FLAG_BYTES, ReplyMode, SlotShape
 from .routing import RoutingTable
 
 if TYPE_CHECKING:
-    from .client import Chunk
+    from .client import Client
     from .link import ServerLink
+
+
+class Chunk:
+    """Tokens [begin, end) of one batch."""
+
+    def __init__(self, handle: Handle, begin: int, end: int):
+        self.handle = handle
+        self.begin, self.end = begin, end
+
+
+class Handle:
+    """A batch on its way, made by `Client.dispatch`.
+
+    `combine()` waits for it. Handles may be combined in any order, by any thread, and more than
+    once.
+    """
+
+    def __init__(self, client: Client, layer: int, batch: Batch):
+        self._client = client
+        self.layer = layer
+        self.batch = batch
+        self.num_open = 0  # chunks that are not combined yet
+        self.error: Exception | None = None
+
+    def combine(self) -> torch.Tensor:
+        """Waits for all replies and returns the layer's output.
+
+        Returns: [T, H] in the dtype of the dispatched hidden states.
+
+        Raises NoServerError if an expert has no server left, ServerLostError or WaitTimeout if
+        servers fail one after the other, RejectedError with the reason if a server refuses,
+        HcaError, and ConfigError once the client is closed.
+        """
+        with self._client.lock:
+            if self.num_open and self._client.closed:
+                raise ConfigError("the client was closed before this batch was combined")
+            while self.num_open:
+                self._client.finish_oldest()
+        if self.error is not None:
+            raise self.error
+        return self.batch.output
 
 
 class Flight:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .config import ClientConfig
 from .errors import ConfigError
 
 
@@ -104,16 +105,20 @@ def load_tokenizer(path: str) -> Any:
 
 def run_generate(
     model_path: str, prompt: str, registry: str, *, max_new_tokens: int, temperature: float,
-    seed: int | None, as_json: bool, token: bytes, dtype: str | None, timeout: float,
+    seed: int | None, as_json: bool, token: bytes, dtype: str | None, config: ClientConfig,
 ) -> dict[str, Any]:
-    """`expertwire generate`: loads the attention side, streams to stdout, returns the facts."""
+    """`expertwire generate`: loads the attention side, streams to stdout, returns the facts.
+
+    What is wrong with the folder is said first, before servers are looked for.
+    """
     from . import transformers as integration
     from .client import Client
     from .serve import load_progress
 
-    with Client(registry, token=token, connect_timeout=timeout) as client:
+    integration.check_folder(model_path)
+    tokenizer = load_tokenizer(model_path)
+    with Client(registry, token=token, config=config) as client:
         client.wait_ready()
-        tokenizer = load_tokenizer(model_path)
         model = integration.load(
             model_path, client, dtype=dtype, progress=load_progress("attention side")
         )

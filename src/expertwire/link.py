@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from typing import Any
 
 from .config import SIGNAL_MODES, ClientConfig
@@ -43,9 +44,9 @@ class ServerLink:
 
 def open_link(
     hca: Hca, server: Any, *, token: bytes, client_id: int, client_name: str, shape: SlotShape,
-    fingerprint: str, config: ClientConfig,
+    fingerprint: str, config: ClientConfig, stopped: threading.Event | None = None,
 ) -> ServerLink:
-    """Connects to one server (a membership.ServerInfo).
+    """Connects to one server (a membership.ServerInfo). `stopped` ends it early: WaitTimeout.
 
     Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
     the server refuses (another model, sizes beyond its limits).
@@ -53,7 +54,8 @@ def open_link(
     check_signal_mode(hca, SIGNAL_MODES[config.signal_mode], config.do_ibgda)
     # One stalled server must not keep the others from being connected to.
     timeout = min(config.connect_timeout / 2, 2.0)
-    channel = connect_unix(server.address, token, timeout)
+    channel = connect_unix(server.address, token, timeout, stopped)
+    channel.stopped = stopped
     endpoint = None
     fds: list[int] = []
     try:
@@ -89,6 +91,7 @@ def open_link(
         if endpoint is not None:
             endpoint.close()
         raise
+    channel.stopped = None
     return ServerLink(
         server.server_id, server.seat, list(server.experts), endpoint, channel, shape
     )

@@ -49,7 +49,7 @@ class Links:
         self._links: dict[str, ServerLink] = {}
         self._retry_at: dict[str, tuple[float, float]] = {}
         self._changed = threading.Condition()
-        self._stop = False
+        self._stop = threading.Event()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="expertwire-links", daemon=True)
@@ -63,10 +63,15 @@ class Links:
             self._wake_write.send(b"x")
 
     def wait(self, ready: Callable[[RoutingTable], bool], timeout: float) -> RoutingTable:
-        """The table once `ready` holds, or as it is when the time is over."""
+        """The table once `ready` holds, or as it is when the time is over.
+
+        Raises ConfigError once the client is closed.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not ready(self.table):
+                if self._stop.is_set():
+                    raise ConfigError("the client was closed while it waited for servers")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -82,11 +87,17 @@ class Links:
         link.endpoint.peer_lost()
         self.wake()
 
-    def close(self) -> None:
-        self._stop = True
+    def stop(self) -> None:
+        """Ends all waiting: in `wait`, and for handshakes."""
+        self._stop.set()
         self.wake()
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self.stop()
         if self._thread.is_alive():
-            self._thread.join(2 * self._config.connect_timeout + 1)
+            self._thread.join(1.5)
         for link in [*self._links.values(), *self.retired]:
             link.close()
         self._links.clear()
@@ -97,13 +108,13 @@ class Links:
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ, None)
-            while not self._stop:
+            while not self._stop.is_set():
                 for key, _ in selector.select(self._next_retry()):
                     if key.data is None:
                         self._drain_wake()
                     else:
                         self._end_of_file(selector, key.data)
-                if not self._stop:
+                if not self._stop.is_set():
                     self._follow(selector, self.membership.snapshot())
 
     def _drain_wake(self) -> None:
@@ -141,7 +152,7 @@ class Links:
             del self._retry_at[server_id]
             self.refusals.pop(server_id, None)
         for server in present.values():
-            if self._stop:
+            if self._stop.is_set():
                 return
             if server.server_id in self._links or server.draining:
                 continue
@@ -161,7 +172,7 @@ class Links:
             link = open_link(
                 self.hca, server, token=self._token, client_id=self._client_id,
                 client_name=self._name, shape=self.shape, config=self._config,
-                fingerprint=server.model["fingerprint"],
+                fingerprint=server.model["fingerprint"], stopped=self._stop,
             )
         except (ExpertwireError, OSError, KeyError, TypeError, ValueError) as err:
             self.refusals[server.server_id] = str(err)

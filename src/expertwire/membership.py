@@ -121,10 +121,10 @@ class _RegistryThread:
         if channel is not None:
             if last_message is not None:
                 with contextlib.suppress(ExpertwireError):
-                    channel.send(last_message, timeout=1.0)
+                    channel.send(last_message, timeout=0.5)
             channel.close()
         if self._thread is not threading.current_thread():
-            self._thread.join(6)
+            self._thread.join(1)  # longer only where the system looks up a name; it ends by itself
 
     def close(self) -> None:
         self._end()

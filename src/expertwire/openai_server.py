@@ -8,6 +8,7 @@ and one that outlives a batch that failed because an expert server was away.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 from . import transformers as integration
 from .cli import stop_on_signals
 from .client import Client
+from .config import ClientConfig
 from .errors import ConfigError
 from .processes import follow_parent
 from .serve import load_progress
@@ -27,25 +29,26 @@ START_SECONDS = 30.0  # for uvicorn to listen, once the model is loaded
 CACHE_TOKENS = 16384  # over all requests
 BLOCK_TOKENS = 32
 BATCH_TOKENS = 256  # in one step, as many as one message to a server carries
-STOP_SECONDS = 3  # for connections that are still open when the server ends
+STOP_SECONDS = 1  # for answers that are still on their way when the server ends
 
 
 def run_openai(
     model: str, registry: str, *, host: str, port: int, dtype: str | None, token: bytes,
-    continuous_batching: bool, timeout: float,
+    continuous_batching: bool, client_config: ClientConfig,
 ) -> None:
     """Serves a model's attention side under the OpenAI API until SIGTERM or Ctrl-C.
 
-    model: checkpoint folder; requests may name it by path or by the folder's name. timeout: seconds
-    to wait for servers that hold all experts. Raises ConfigError if the serving extra is missing or
-    the address is taken, CheckpointError, NoServerError.
+    model: checkpoint folder; requests may name it by path or by the folder's name. Raises
+    ConfigError if the serving extra is missing or the address is taken, CheckpointError,
+    NoServerError.
     """
     require_serving()
     check_address(host, port)
+    integration.check_folder(model)
     stop = threading.Event()
     stop_on_signals(stop.set)
     follow_parent(stop.set)
-    with Client(registry, token=token, name="openai", connect_timeout=timeout) as client:
+    with Client(registry, token=token, name="openai", config=client_config) as client:
         client.wait_ready()
         serve = start_serve(
             model, client, host=host, port=port, dtype=dtype,
@@ -60,7 +63,7 @@ def run_openai(
             while not stop.wait(0.2) and serve._thread.is_alive():
                 pass
         finally:
-            stop_serve(serve)
+            stop_serve(serve, client)
 
 
 def require_serving() -> None:
@@ -104,11 +107,18 @@ def start_serve(
         )
 
 
-def stop_serve(serve: Any) -> None:
-    """Ends the generation worker, with the requests it has, then the HTTP server."""
+def stop_serve(serve: Any, client: Client) -> None:
+    """Ends the HTTP server and the generation worker, in under 5 s.
+
+    Answers get STOP_SECONDS to end; then the client is closed, which ends them with an error.
+    """
     serve.server.config.timeout_graceful_shutdown = STOP_SECONDS
+    serve.server.should_exit = True
+    serve._thread.join(STOP_SECONDS)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # we know why it fails
+    client.close()
     serve.kill_server()
-    serve._thread.join(2 * STOP_SECONDS)
+    serve.server.force_exit = True
 
 
 def listening(server: Any, thread: threading.Thread) -> str | None:

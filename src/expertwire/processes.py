@@ -17,6 +17,7 @@ from .errors import ExpertwireError, WaitTimeout
 # A child started with this variable reads its standard input until it ends, then leaves: the pipe
 # closes with the parent, also on kill -9, and needs no signal that a reused pid could receive.
 PARENT_PIPE = "EXPERTWIRE_PARENT_PIPE"
+STOP_SECONDS = 4.0  # until a child that was asked to leave is killed
 
 
 def follow_parent(stop) -> None:
@@ -72,14 +73,21 @@ class ChildProcess:
                 ) from None
             if line is None:
                 self._ready.put(None)  # whoever waits next learns it, too
-                raise ExpertwireError(
-                    f"{self.name} ended with exit code {self.process.wait(5)}: "
-                    + " | ".join(self.lines[-5:])
-                )
-            if text in line:
+                self.process.wait(5)
+                self.check()
+            elif text in line:
                 return line.rstrip("\n")
 
-    def stop(self, timeout: float = 5.0) -> int:
+    def check(self) -> None:
+        """Raises ExpertwireError with the child's last words if it has ended."""
+        code = self.process.poll()
+        if code is None:
+            return
+        self._reader.join(2)  # the last words may still be on their way
+        words = " | ".join(line for line in self.lines[-5:] if line.strip())
+        raise ExpertwireError(f"{self.name} ended with exit code {code}: {words or 'no output'}")
+
+    def stop(self, timeout: float = STOP_SECONDS) -> int:
         """Asks it to leave, insists after `timeout`; returns the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
@@ -102,7 +110,7 @@ class ChildProcess:
 
 
 class ChildGroup(contextlib.AbstractContextManager):
-    """Children that are stopped together, newest first."""
+    """Children that are stopped together, newest first, within STOP_SECONDS for all of them."""
 
     def __init__(self) -> None:
         self.children: list[ChildProcess] = []
@@ -114,12 +122,18 @@ class ChildGroup(contextlib.AbstractContextManager):
         self.children.append(child)
         return child
 
+    def check(self) -> None:
+        """Raises ExpertwireError with the last words of a child that has ended, if one has."""
+        for child in self.children:
+            child.check()
+
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        deadline = time.monotonic() + STOP_SECONDS
         for child in self.children:
             if child.process.poll() is None:
                 child.process.terminate()
         for child in reversed(self.children):
-            child.stop()
+            child.stop(max(0.0, deadline - time.monotonic()))

@@ -52,11 +52,20 @@ class _Peer:
 class Registry:
     """An asyncio server in a thread of its own (`start`) or in the foreground (`serve_forever`).
 
+        with Registry("127.0.0.1:0") as registry:      # or registry.start() ... registry.close()
+            print(registry.address)
+
     listen: "HOST:PORT"; port 0 picks a free one, `address` tells which.
+    token: the shared secret, at least 16 bytes; default: EXPERTWIRE_TOKEN or the token file.
     lease_seconds: silence after which a server is removed.
     state_path: where epoch and next seat are kept over restarts; without it a restarted registry
         starts its epoch from the wall clock in milliseconds, which grows too.
     settle_seconds: how long after the start clients keep servers of an earlier registry.
+    max_connections: default 4096, or what the limit of open files leaves.
+    handshake_seconds: for a connection to prove that it knows the token.
+
+    Raises ConfigError for a malformed address, an impossible lease, or a state file that is none;
+    AuthError for a token file that others can read.
     """
 
     def __init__(
@@ -88,10 +97,12 @@ class Registry:
 
     @property
     def epoch(self) -> int:
+        """Version of the membership: grows with every change, also over restarts."""
         return self.roster.epoch
 
     @property
     def members(self) -> dict[str, Member]:
+        """The servers that are there now, by id."""
         return self.roster.members
 
     # ---------------------------------------------------------------- lifecycle

@@ -10,6 +10,7 @@ import collections
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,15 +31,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("expertwire.server")
 
 HANDSHAKE_SECONDS = 5.0
+CLOSE_SECONDS = 4.0
 
 
 class Server:
     """Serves a shard of experts until it is closed.
 
+        with Server.from_checkpoint(path, range(8), registry) as server:    # starts, and closes
+            server.wait_registered()
+
     shard: experts.ExpertShard (checkpoint.load_experts makes one), or echo.EchoShard.
     model: the model's facts as a dict: fingerprint, name, num_layers, num_experts, hidden_size,
         top_k, dtype.
     registry: "HOST:PORT" or a running Registry; it need not be up yet.
+    token: the shared secret, at least 16 bytes; default: EXPERTWIRE_TOKEN or the token file.
+    name: shown in status, and the id unless it is taken; default server-PID.
+    config: ServerConfig; single settings may be given as keywords instead.
+
+    Raises ConfigError for settings that do not fit, AuthError for a token file that others can
+    read.
     """
 
     def __init__(
@@ -73,8 +84,12 @@ class Server:
     ) -> Server:
         """A server of some experts (None: all) of a Hugging Face checkpoint folder.
 
-        Reads only these experts' tensors. Raises CheckpointError for a folder that is damaged or
-        of a family that cannot be served.
+        experts: ids from 0; the same ones of every MoE layer. Reads only their tensors. dtype:
+        "float32", "bfloat16" or "float16" to keep them and compute in, default as the checkpoint
+        says. progress(done, total): called with bytes. options: as for Server(...).
+
+        Raises CheckpointError for a folder that is damaged or of a family that cannot be served,
+        ConfigError for experts that it does not have.
         """
         from .checkpoint import inspect_model, load_experts
 
@@ -84,7 +99,11 @@ class Server:
         return cls(shard, facts, registry, **options)
 
     def start(self) -> Server:
-        """Begins to listen, registers, and serves in background threads."""
+        """Begins to listen, registers, and serves in background threads. Returns itself.
+
+        Does not wait for the registry (`wait_registered` does). Raises ConfigError if it was
+        started before.
+        """
         if self._started:
             raise ConfigError("the server was started already")
         if self.config.num_threads:
@@ -114,9 +133,9 @@ class Server:
         return self.lease.server_id or ""
 
     def wait_registered(self, timeout: float = 5.0) -> str:
-        """Waits until the registry knows this server; returns its id.
+        """Waits `timeout` seconds until the registry knows this server; returns its id.
 
-        Raises WaitTimeout, or ConfigError if the registry refused it (another model).
+        Raises WaitTimeout, AuthError, or ConfigError if the registry refused it (another model).
         """
         return self.lease.wait_registered(timeout)
 
@@ -129,22 +148,35 @@ class Server:
         }
 
     def close(self) -> None:
-        """Leaves the registry, answers what it has taken, gives everything back. Idempotent."""
+        """Leaves the registry, answers what it has taken, gives everything back. Idempotent.
+
+        Takes under 5 s. Raises WaitTimeout if the experts are not through with their batch by then:
+        clients are told, the memory stays until the process ends.
+        """
         with self._close_lock:
             if not self._started or self._closed:
                 return
             self._closed = True
+            deadline = time.monotonic() + CLOSE_SECONDS
             self.lease.close()
             self._stop.set()
             self._listener.close()
             self.hca.interrupt()
-            for thread in self._threads:
-                thread.join(10)
             with self._admitting_changed:  # nobody may make queue pairs once the HCA closes
                 for channel in self._admitting:
                     channel.close()
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            with self._admitting_changed:
                 self._admitting_changed.wait_for(
-                    lambda: not self._admitting, HANDSHAKE_SECONDS + 1
+                    lambda: not self._admitting, max(0.0, deadline - time.monotonic())
+                )
+            if self._admitting or any(thread.is_alive() for thread in self._threads):
+                for link in self._clients:
+                    link.channel.close()
+                raise WaitTimeout(
+                    f"the server's threads did not end within {CLOSE_SECONDS} s of closing it",
+                    "close", self.name,
                 )
             while self._inbox:
                 self._inbox.popleft()()

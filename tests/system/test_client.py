@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
-from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
+from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 from expertwire import Client
 from expertwire.errors import ConfigError, NoServerError
@@ -183,6 +184,22 @@ def test_many_clients_and_threads_at_once():
             for thread in threads:
                 thread.join(60)
         assert not errors, errors[0]
+
+
+def test_reply_times_contain_the_experts_time(monkeypatch):
+    def slow_run(self, *args):
+        time.sleep(0.02)
+        return run(self, *args)
+
+    run = ScaledExperts.run
+    monkeypatch.setattr(ScaledExperts, "run", slow_run)
+    for trace in (None, []):  # one native call for all, and step by step
+        with cluster(SHARES, MODEL) as (client, _, _):
+            client.trace = trace
+            for seed in range(3):
+                client.moe(0, *batch(20, MODEL, seed=seed))
+            for server in client.stats()["servers"].values():
+                assert 15_000 < server["p50_us"] <= server["p99_us"]
 
 
 def test_same_bits_whatever_the_servers():

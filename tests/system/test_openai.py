@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 
+from expertwire.config import ClientConfig
 from expertwire.demo import demo_model_path
-from expertwire.errors import ConfigError
+from expertwire.errors import CheckpointError, ConfigError
 from expertwire.openai_server import require_serving, run_openai
 from expertwire.processes import ChildGroup, ChildProcess
 
@@ -25,6 +26,8 @@ pytest.importorskip("fastapi", reason="needs the serving extra")
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass "]
 START_SECONDS = 60.0
 NUM_TOKENS = 20
+STOP_LIMIT = 10.0  # under 5 s where tests do not share two cores; 2.2 s of it are waits of ours
+LONG_ANSWER = '{"do_sample": false, "eos_token_id": null, "max_new_tokens": 8000}'
 
 
 class Stack:
@@ -143,14 +146,41 @@ def test_chat_without_continuous_batching(local_texts):
         assert stack.api.process.wait(20) == 130
 
 
+@pytest.mark.parametrize("options", [[], ["--no-continuous-batching"]])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_ends_in_time_in_the_middle_of_an_answer(number, code, options):
+    """A client reads slowly what would go on for minutes; nothing stays of the processes."""
+    with ChildGroup() as children:
+        stack = Stack(children, *options)
+        stream = stack.client.chat.completions.create(
+            model="demo_model", messages=[{"role": "user", "content": PROMPTS[0]}], stream=True,
+            max_tokens=8000, temperature=0, extra_body={"generation_config": LONG_ANSWER},
+        )
+        next(iter(stream))
+        begin = time.monotonic()
+        stack.api.process.send_signal(number)
+        assert stack.api.process.wait(20) == code, stack.api.lines[-10:]
+        assert time.monotonic() - begin < STOP_LIMIT
+        assert not any("Traceback" in line for line in stack.api.lines), stack.api.lines
+        stream.close()
+
+
 def test_taken_port_is_refused_before_anything_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             run_openai(
                 "no-model", "127.0.0.1:1", host="127.0.0.1", port=port, dtype=None, token=b"x",
-                continuous_batching=True, timeout=1,
+                continuous_batching=True, client_config=ClientConfig(connect_timeout=1),
             )
+
+
+def test_model_path_is_checked_before_servers_are_looked_for(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        run_openai(
+            str(tmp_path), "127.0.0.1:1", host="127.0.0.1", port=0, dtype=None, token=b"x",
+            continuous_batching=True, client_config=ClientConfig(connect_timeout=60),
+        )
 
 
 def test_missing_extra_is_named(monkeypatch):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import socket
-import struct
-import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from tests.leftovers import nothing_left_behind
-from tests.registry_peers import TOKEN, Peer, model_facts, peers, server_facts
+from tests.registry_peers import TOKEN, Peer, ends, model_facts, peers, raw_tcp, server_facts
 
-from expertwire import control, registry, roster
-from expertwire.errors import AuthError, ConfigError, ProtocolError, WaitTimeout
+from expertwire import roster
+from expertwire.errors import ConfigError, ProtocolError, WaitTimeout
 from expertwire.registry import Registry
 
 
@@ -203,125 +199,6 @@ def test_statistics_are_kept_if_they_are_any(peer):
         assert asker.ask("status")["servers"][0]["stats"] == kept
 
 
-# ------------------------------------------------------------------------ epochs and seats
-
-
-def test_epochs_only_grow_and_change_with_every_change(peer):
-    watcher, servers = peer(), [peer() for _ in range(4)]
-    watcher.watch()
-    for i, server in enumerate(servers):
-        server.register(f"s{i}")
-        watcher.wait_names({f"s{k}" for k in range(i + 1)})
-    servers[1].close()
-    watcher.wait_names({"s0", "s2", "s3"})
-    servers[2].ask("leave")
-    watcher.wait_names({"s0", "s3"})
-    epochs = [m["epoch"] for m in watcher.seen]
-    assert all(a < b for a, b in itertools.pairwise(epochs)), epochs
-    joined = {s["server_id"]: s["epoch_joined"] for s in watcher.seen[-1]["servers"]}
-    assert epochs[0] < joined["s0"] < joined["s3"] <= epochs[-1]
-
-
-def restarted(state, now_ms: int, monkeypatch) -> tuple[int, int]:
-    """(first, last) epoch of a registry that starts at this wall-clock time."""
-    clock = SimpleNamespace(time_ns=lambda: now_ms * 1_000_000)
-    monkeypatch.setattr(roster, "time", clock)
-    with (
-        Registry(token=TOKEN, state_path=state) as reg,
-        peers(reg.address) as peer,
-    ):
-        first = reg.epoch
-        for i in range(3):
-            peer().register(f"s{i}")
-        return first, reg.epoch
-
-
-def test_epochs_grow_over_a_restart_without_a_state_file(monkeypatch):
-    _, last = restarted(None, 1000, monkeypatch)
-    first, _ = restarted(None, 2000, monkeypatch)
-    assert first > last
-
-
-def test_epochs_grow_over_a_restart_with_a_state_file_even_if_the_clock_went_back(
-    tmp_path, monkeypatch
-):
-    state = tmp_path / "state.json"
-    _, last = restarted(state, 1_000_000, monkeypatch)
-    first, last_again = restarted(state, 1000, monkeypatch)
-    assert last < first < last_again
-    first, _ = restarted(state, 2_000_000, monkeypatch)
-    assert first == 2_000_000
-
-
-def test_without_a_state_file_epochs_grow_beyond_what_peers_have_seen(peer, reg):
-    seen = reg.epoch + 10_000  # of a registry before, whose clock was ahead
-    watcher = peer()
-    assert watcher.watch(epoch=seen)["epoch"] > seen
-    server = peer()
-    granted = server.ask("register", **server_facts("a"), epoch=seen + 10_000)
-    assert granted["epoch"] > seen + 10_000
-    watcher.wait_names({"a"})
-    assert watcher.seen[-1]["epoch"] > seen + 10_000
-    for nonsense in ("7", -1, True, 10**30, None, [1]):
-        peer().watch(epoch=nonsense)
-    assert reg.epoch < seen + 20_100
-
-
-@pytest.mark.parametrize("content", ["nonsense", "[]", "{}", '{"epoch": "x"}', '{"epoch": null}'])
-def test_a_file_that_is_no_state_is_not_overwritten(tmp_path, content):
-    path = tmp_path / "precious"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match="precious"):
-        Registry(token=TOKEN, state_path=path)
-    assert path.read_text() == content
-
-
-def test_a_state_place_that_cannot_be_written_is_said_at_once(tmp_path):
-    with pytest.raises(ConfigError, match="--state"):
-        Registry(token=TOKEN, state_path=tmp_path / "none" / "state")
-    with pytest.raises(ConfigError):
-        Registry(token=TOKEN, state_path=tmp_path)
-
-
-def test_a_state_file_that_vanishes_meanwhile_ends_nothing(tmp_path):
-    folder = tmp_path / "f"
-    folder.mkdir()
-    with (
-        Registry(token=TOKEN, state_path=folder / "state") as reg,
-        peers(reg.address) as peer,
-    ):
-        (folder / "state").unlink()
-        folder.rmdir()
-        peer().register("a")
-        assert list(reg.members) == ["a"]
-
-
-def test_seats_are_stable_and_not_given_away_soon(peer):
-    watcher, servers = peer(), [peer() for _ in range(4)]
-    watcher.watch()
-    seats = {f"s{i}": s.register(f"s{i}")["seat"] for i, s in enumerate(servers)}
-    assert len(set(seats.values())) == 4
-    servers[1].close()
-    watcher.wait_names({"s0", "s2", "s3"})
-    newcomer = peer().register("s4")["seat"]
-    watcher.wait_names({"s0", "s2", "s3", "s4"})
-    assert newcomer not in seats.values()
-    now = {s["server_id"]: s["seat"] for s in watcher.seen[-1]["servers"]}
-    assert all(now[name] == seats[name] for name in ("s0", "s2", "s3"))
-
-
-def test_seats_come_back_in_the_long_run():
-    book = roster.Roster()
-    seats = []
-    for i in range(500):
-        member = book.register(server_facts(f"s{i}"), now=0.0)
-        seats.append(member.seat)
-        book.remove(member, "test")
-    assert max(seats) <= roster.MAX_FREED_SEATS + 1
-    for i, seat in enumerate(seats):
-        assert seat not in seats[max(0, i - 50) : i]
-
-
 # ------------------------------------------------------------------------ one model
 
 
@@ -353,66 +230,6 @@ def test_another_dtype_is_refused_with_both_names(peer):
     assert "dtype" in second.ask("register", **server_facts("b", model=nameless))["reason"]
     assert second.ask("plan", model=nameless)["type"] != "error"
     second.register("b")
-
-
-# ------------------------------------------------------------------------ plan
-
-
-@pytest.mark.parametrize("num_servers", [1, 3, 5, 7])
-def test_servers_that_plan_at_the_same_moment_share_all_experts(peer, num_servers):
-    model = model_facts(num_experts=256)
-    planners = [peer() for _ in range(num_servers)]
-    for planner in planners:  # all ask before any gets its answer
-        planner.channel.send({"type": "plan", "model": model, "num_servers": num_servers})
-    shares = [planner.channel.recv(3)[0]["experts"] for planner in planners]
-    assert sorted(e for share in shares for e in share) == list(range(256))
-    for i, (planner, share) in enumerate(zip(planners, shares, strict=True)):
-        planner.register(f"s{i}", model=model, experts=share)
-
-
-@pytest.mark.parametrize("num_servers", [1, 3, 5, 7])
-def test_incremental_plans_leave_no_expert_without_a_holder(peer, reg, num_servers):
-    model = model_facts(num_experts=256)
-    for i in range(num_servers):
-        server = peer()
-        share = server.ask("plan", model=model)["experts"]
-        server.register(f"s{i}", model=model, experts=share)
-        held = {e for m in reg.members.values() for e in m.facts["experts"]}
-        assert held == set(range(256))
-
-
-def test_the_share_of_a_server_that_died_while_loading_is_planned_again(peer, monkeypatch):
-    monkeypatch.setattr(roster, "PLAN_GRACE_SECONDS", 0.2)
-    model, dying, living, late = model_facts(num_experts=8), peer(), peer(), peer()
-    lost = dying.ask("plan", model=model, num_servers=2)["experts"]
-    kept = living.ask("plan", model=model, num_servers=2)["experts"]
-    time.sleep(0.4)
-    again = late.ask("plan", model=model, num_servers=2)["experts"]
-    assert set(lost) | set(kept) == set(range(8)), "loading may take longer than the grace"
-    late.close()
-    dying.close()
-    time.sleep(0.4)
-    living.register("living", model=model, experts=kept)
-    replacement = peer()
-    assert replacement.ask("plan", model=model, num_servers=2)["experts"] == lost
-    assert again  # the one that was too many got something, too
-
-
-def test_a_plan_whose_connection_just_ended_still_counts(peer):
-    model = model_facts(num_experts=8)
-    one, two = peer(), peer()
-    first = one.ask("plan", model=model, num_servers=2)["experts"]
-    one.close()  # the server will register over another connection
-    time.sleep(0.05)
-    assert set(first).isdisjoint(two.ask("plan", model=model, num_servers=2)["experts"])
-
-
-def test_a_registered_plan_counts_once(peer):
-    model = model_facts(num_experts=8)
-    server = peer()
-    share = server.ask("plan", model=model)["experts"]
-    server.register("a", model=model, experts=share)
-    assert peer().ask("plan", model=model)["experts"] == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------ drain, report, status
@@ -473,166 +290,6 @@ def test_a_list_of_members_that_would_not_fit_is_refused_at_the_door(peer, monke
     assert "full" in reply["reason"]
     assert 2 < i < 20
     assert len(peer().watch()["servers"]) == i
-
-
-# ------------------------------------------------------------------------ many, and hostile ones
-
-
-def test_64_servers_and_64_watchers_at_once(reg):
-    failures: list[BaseException] = []
-    ready, done = threading.Barrier(128), threading.Barrier(128)
-    everyone = {f"s{i}" for i in range(64)}
-
-    def live(i: int, is_server: bool) -> None:
-        try:
-            ready.wait(10)
-            peer = Peer(reg.address)
-            try:
-                if is_server:
-                    assert peer.register(f"s{i}")["server_id"] == f"s{i}"
-                else:
-                    peer.watch(f"c{i}")
-                    peer.wait_names(everyone, 10)
-                done.wait(10)  # nobody leaves before all have seen all
-            finally:
-                peer.close()
-        except BaseException as err:
-            done.abort()
-            failures.append(err)
-
-    threads = [threading.Thread(target=live, args=(i, k)) for i in range(64) for k in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert not failures, failures[:3]
-    deadline = time.monotonic() + 2
-    while reg.members and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not reg.members
-
-
-def test_a_watcher_that_does_not_read_is_dropped_and_holds_up_nobody(peer, reg):
-    deaf, watcher, server, changing = peer(), peer(), peer(), peer()
-    deaf.channel.send({"type": "watch", "client": "deaf"})
-    watcher.watch("good")
-    big = {**model_facts(), "remark": "x" * 900_000}  # the kernel takes some MB of these
-    server.register("big", model=big)
-    facts = server_facts("small")
-    for i in range(40):
-        if watcher.ask("status")["clients"] == ["good"]:
-            break
-        if i % 2:
-            changing.ask("leave")
-        else:
-            changing.ask("register", **facts)
-        expected = {"big"} if i % 2 else {"big", "small"}
-        assert watcher.wait_names(expected) < 2.0
-    assert watcher.ask("status")["clients"] == ["good"]
-    with pytest.raises(ProtocolError):  # it can see that, once it reads again
-        while True:
-            deaf.channel.recv(2)
-
-
-def raw_tcp(reg: Registry) -> socket.socket:
-    host, port = control.parse_address(reg.address)
-    sock = socket.create_connection((host, port), timeout=3)
-    (length,) = struct.unpack(">I", sock.recv(4, socket.MSG_WAITALL))
-    assert json.loads(sock.recv(length, socket.MSG_WAITALL))["expertwire"] == 1
-    return sock
-
-
-def ends(sock: socket.socket) -> bool:
-    try:
-        while sock.recv(4096):
-            pass
-    except ConnectionError:
-        return True
-    except TimeoutError:
-        return False
-    finally:
-        sock.close()
-    return True
-
-
-GARBAGE = {
-    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
-    "oversize": struct.pack(">I", control.HANDSHAKE_FRAME_BYTES + 1) + b"{" * 100,
-    "huge": b"\xff" * 64,
-    "a long number": struct.pack(">I", 4096) + b'{"a":' + b"7" * 4090 + b"}",
-    "a proof that is not ASCII": control.encode_frame(
-        {"expertwire": 1, "nonce": "00" * 32, "proof": "\ud800"}
-    ),
-    "version 2": control.encode_frame({"expertwire": 2, "nonce": "00" * 32, "proof": ""}),
-    "a question before the proof": control.encode_frame({"type": "status"}),
-}
-
-
-@pytest.mark.parametrize("bytes_", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_ends_its_own_connection_only(peer, reg, bytes_, caplog):
-    server = peer()
-    server.register("a")
-    sock = raw_tcp(reg)
-    sock.sendall(bytes_)
-    assert ends(sock)
-    assert server.ask("heartbeat", stats={})["type"] == "alive"
-    assert not [r for r in caplog.records if r.exc_info], "no traceback for what a stranger sends"
-
-
-def test_wrong_token_and_another_version_are_told_so(reg):
-    with pytest.raises(AuthError, match="token"):
-        control.connect_tcp(reg.address, b"wrong-token-0123456789", 2)
-
-
-def half_open(reg: Registry, count: int) -> list[socket.socket]:
-    stalled = [raw_tcp(reg) for _ in range(count)]
-    for sock in stalled[::2]:
-        sock.sendall(b"\0\0\0")
-    return stalled
-
-
-def test_half_open_handshakes_end_by_the_deadline(reg):
-    begin = time.monotonic()
-    assert all(ends(sock) for sock in half_open(reg, 30))
-    assert time.monotonic() - begin < 3.0  # the deadline here is 0.5 s
-
-
-def test_half_open_handshakes_block_nobody(peer, reg):
-    reg.handshake_seconds = 60.0
-    stalled = half_open(reg, 30)
-    peer().register("a")
-    for sock in stalled:
-        sock.close()
-
-
-def test_a_registry_full_of_stalled_handshakes_makes_room(reg, monkeypatch):
-    monkeypatch.setattr(registry, "MAX_HANDSHAKES", 4)
-    monkeypatch.setattr(control, "SLOW_HANDSHAKE_SECONDS", 0.05)
-    reg.handshake_seconds = 30.0
-    stalled = [raw_tcp(reg) for _ in range(4)]
-    time.sleep(0.1)
-    newcomer = Peer(reg.address)
-    newcomer.register("a")
-    newcomer.close()
-    for sock in stalled:
-        sock.close()
-
-
-def test_connections_beyond_the_limit_are_told_why():
-    with (
-        Registry(token=TOKEN, max_connections=3) as reg,
-        peers(reg.address) as peer,
-    ):
-        members = [peer() for _ in range(3)]
-        for i, member in enumerate(members):
-            member.register(f"s{i}")
-        with pytest.raises(ProtocolError, match="3 connections"):
-            peer()
-        members[0].close()
-        deadline = time.monotonic() + 2
-        while len(reg.members) > 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        peer().register("again")
 
 
 # ------------------------------------------------------------------------ addresses, start, end

@@ -2,7 +2,9 @@
 #pragma once
 
 #define EW_DEVICE __device__ __forceinline__
-#define EW_KERNEL(name, Args) extern "C" __global__ void name(const __grid_constant__ Args args)
+// Blocks of up to 32 warps: more registers than 64 a thread would not fit.
+#define EW_KERNEL(name, Args) \
+  extern "C" __global__ void __launch_bounds__(1024) name(const __grid_constant__ Args args)
 #define EW_SHARED(Type, name) __shared__ Type name
 
 EW_DEVICE u32 thread_idx() { return threadIdx.x; }

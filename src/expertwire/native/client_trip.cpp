@@ -76,6 +76,7 @@ void fill(ew_batch* batch, const ew_flight& flight, u32 chunk) {
 bool issue(ew_batch* batch, u32 chunk, bool* failed) {
   ew_flight& flight = batch->flights[chunk % batch->num_flights];
   const u64 start = ew::clock_ns();
+  flight.issued_ns = start;  // before the put: a server may have replied when it returns
   flight.seq = ++batch->shape.seq;
   fill(batch, flight, chunk);
   *failed = ew_launch(flight.send, 3, &batch->hca, 1) != 0;
@@ -87,7 +88,6 @@ bool issue(ew_batch* batch, u32 chunk, bool* failed) {
     flight.arrival_ns[s] = 0;
     if (batch->notify && batch_size[s]) ew_peer_notify(batch->notify[s]);
   }
-  flight.issued_ns = ew::clock_ns();
   for (u32 i = 0; i < 3; ++i) batch->times[i]->add(flight.send[i].elapsed_ns);
   drive(batch->hca);
   batch->times[3]->add(ew::clock_ns() - start);
