@@ -93,7 +93,7 @@ class Endpoint:
     @property
     def peer_pointer(self) -> int:
         """The HCA's handle of the peer, for native code that wakes it."""
-        return (self.peer.pointer.value or 0) if self.peer is not None else 0
+        return self.peer.pointer if self.peer is not None else 0
 
     @property
     def mapped_addr(self) -> int:
