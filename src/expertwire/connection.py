@@ -93,7 +93,7 @@ class Endpoint:
     @property
     def peer_pointer(self) -> int:
         """The HCA's handle of the peer, for native code that wakes it."""
-        return self.peer.pointer.value if self.peer is not None else 0
+        return (self.peer.pointer.value or 0) if self.peer is not None else 0
 
     @property
     def mapped_addr(self) -> int:
@@ -146,6 +146,10 @@ class Endpoint:
         key.key_be = socket.htonl(memory.rkey)
         key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
+
+    def first_error(self) -> tuple[int, int]:
+        """(syndrome, work-queue entry) of the first error completion; (0, 0) if there is none."""
+        return next((e for e in (qp.first_error() for qp in self._qps) if e[0]), (0, 0))
 
     def peer_lost(self) -> None:
         """The peer is gone: everything posted to it completes with an error, at once."""

@@ -188,7 +188,10 @@ def set_tcp_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def connect_unix(address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS) -> Channel:
+def connect_unix(
+    address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS,
+    stopped: threading.Event | None = None,
+) -> Channel:
     """An authenticated channel to a server's data socket; errors as for connect_tcp."""
     deadline = time.monotonic() + timeout
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -199,7 +202,7 @@ def connect_unix(address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS)
                 sock.connect("\0" + address)
                 break
             except BlockingIOError:  # its queue of connections is full
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or (stopped is not None and stopped.is_set()):
                     raise
                 time.sleep(0.005)
         uid = peer_uid(sock)
@@ -213,7 +216,7 @@ def connect_unix(address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS)
     if uid != os.getuid():
         sock.close()
         raise AuthError(f"@{address} belongs to user {uid}, this process runs as {os.getuid()}")
-    return _authenticated(sock, token, deadline, "@" + address)
+    return _authenticated(sock, token, deadline, "@" + address, stopped)
 
 
 def peer_uid(sock: socket.socket) -> int:

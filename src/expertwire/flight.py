@@ -42,6 +42,7 @@ class Flight:
         self.chunk: Chunk | None = None
         self.issued_ns = 0
         self.waiting: list[int] = []  # server indices whose reply is not in yet
+        self.failed: list[int] = []  # of these, the ones that are given up
         self.status = KernelStatus()
         self.num_skipped = ctypes.c_uint64()
         self.missing_expert = ctypes.c_int32()

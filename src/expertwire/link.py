@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from typing import Any
 
 from .config import SIGNAL_MODES, ClientConfig
@@ -13,27 +14,30 @@ from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
 from .message import SlotShape
-from .stats import ServerCounters
+from .patience import Patience, longest_wait
 
 DATA_PROTOCOL = 1
 
 
 class ServerLink:
-    """One connected server. `lost` and `suspect` are set by whoever notices, read by routing."""
+    """One connected server (a membership.ServerInfo). `lost` is set by whoever notices."""
 
     def __init__(
-        self, server_id: str, seat: int, experts: list[int], endpoint: Endpoint, channel: Channel,
-        shape: SlotShape,
+        self, server: Any, endpoint: Endpoint, channel: Channel, shape: SlotShape,
+        patience: Patience,
     ):
-        self.server_id = server_id
-        self.seat = seat
-        self.experts = experts
+        self.server_id: str = server.server_id
+        self.seat: int = server.seat
+        self.address: str = server.address
+        self.experts = list(server.experts)
+        self.draining: bool = server.draining  # used only for what nobody else holds
         self.endpoint = endpoint
         self.channel = channel
         self.shape = shape
         self.lost = False
         self.previous_seq = [0] * shape.num_slots  # what each request slot's flag holds
-        self.counters = ServerCounters()
+        self.patience = patience
+        self.counters = patience.counters
 
     def close(self) -> None:
         self.channel.close()
@@ -42,23 +46,24 @@ class ServerLink:
 
 def open_link(
     hca: Hca, server: Any, *, token: bytes, client_id: int, client_name: str, shape: SlotShape,
-    fingerprint: str, config: ClientConfig,
+    fingerprint: str, config: ClientConfig, patience: Patience,
+    stopped: threading.Event | None = None,
 ) -> ServerLink:
-    """Connects to one server (a membership.ServerInfo).
+    """Connects to one server (a membership.ServerInfo). `stopped` ends it early when set.
 
     Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
     the server refuses (another model, sizes beyond its limits).
     """
-    # One stalled server must not keep the others from being connected to.
+    # One stalled server must not be waited for at length: others may hold the same experts.
     timeout = min(config.connect_timeout / 2, 2.0)
-    channel = connect_unix(server.address, token, timeout)
+    channel = connect_unix(server.address, token, timeout, stopped)
     endpoint = None
     fds: list[int] = []
     try:
         endpoint = Endpoint(
             hca, send_bytes=shape.num_slots * shape.request_slot_bytes,
             recv_bytes=shape.num_slots * shape.reply_slot_bytes, num_qps=config.num_qps,
-            depth=config.queue_depth, timeout_ns=int(config.reply_timeout * 1e9),
+            depth=config.queue_depth, timeout_ns=int(longest_wait(config.reply_timeout) * 1e9),
         )
         request = {
             "type": "connect", "data_protocol": DATA_PROTOCOL, "client_id": client_id,
@@ -87,9 +92,7 @@ def open_link(
         if endpoint is not None:
             endpoint.close()
         raise
-    return ServerLink(
-        server.server_id, server.seat, list(server.experts), endpoint, channel, shape
-    )
+    return ServerLink(server, endpoint, channel, shape, patience)
 
 
 def parse_hex(message: dict, name: str) -> bytes:
