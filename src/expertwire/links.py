@@ -112,9 +112,10 @@ class Links:
             link.patience.failed()
             self._retry_at[link.address] = time.monotonic() + link.patience.pause()
             link.lost = True
+            link.endpoint.peer_lost()
+            self.hca.interrupt()  # whoever waits for it looks again
             log.warning("server %s lost: %s", link.server_id, why)
             self.membership.report(link.server_id, why)
-        link.endpoint.peer_lost()
         self.wake()
 
     def no_server_error(self, layer: int, missing: list[int]) -> NoServerError:
@@ -183,7 +184,6 @@ class Links:
         """A server sends nothing after the handshake, so readable means closed."""
         selector.unregister(link.channel)
         self.mark_lost(link, "its connection closed")
-        self.hca.interrupt()
 
     def _follow(self, selector: selectors.BaseSelector, members: Members) -> None:
         present = {server.server_id: server for server in members.servers}
