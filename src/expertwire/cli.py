@@ -167,6 +167,22 @@ def status(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = Fa
         print_json(facts)
 
 
+@app.command()
+def drain(
+    server: Annotated[str, typer.Argument(help="id or seat, as `expertwire status` shows it")],
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait until it has left")]
+    = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a server leave with nothing lost: its clients move to replicas, then it ends."""
+    from .drain import run_drain
+
+    result = run_drain(registry, server, timeout=timeout, quiet=as_json)
+    if as_json:
+        print_json(result)
+
+
 def wait_for(blocking) -> None:
     """Runs a blocking call in a way that signal handlers still get their turn; raises what it
     raises."""

@@ -99,7 +99,7 @@ class Server:
                 "name": self.name, "address": self._listener.address, "pid": os.getpid(),
                 "model": self.model, "experts": [int(e) for e in self.shard.experts],
             },
-            stats=self.stats,
+            stats=self.stats, on_drain=self._drain,
         )
         for target in (self._accept_loop, self._data_loop):
             thread = threading.Thread(target=target, name=f"expertwire{target.__name__}")
@@ -152,6 +152,22 @@ class Server:
                 link.close()
             self._clients.clear()
             self.hca.close()
+
+    def _drain(self) -> None:
+        """The registry asks this server to leave: it does once no client is connected.
+
+        Clients let go of a draining server when others hold its experts and nothing is in flight
+        to it; until then it serves on.
+        """
+        self._post(self._leave_if_unused)
+
+    def _leave_if_unused(self) -> None:
+        if self._closed or not self.lease.draining:
+            return
+        if not self._clients and not self._admitting:
+            log.info("drained: no client is connected any more")
+            # Not from the data thread: closing waits for it.
+            threading.Thread(target=self.close, name="expertwire-drained").start()
 
     @property
     def stopped(self) -> bool:
@@ -207,6 +223,7 @@ class Server:
             self._post(lambda: self._add(link))
         except ExpertwireError as err:
             log.info("refused a client: %s", err)
+            self._post(self._leave_if_unused)
             return
         finally:
             with self._admitting_changed:
@@ -240,6 +257,7 @@ class Server:
             assert link.endpoint is not None
             link.endpoint.peer_lost()
             link.close()
+            self._leave_if_unused()
 
     # ---------------------------------------------------------------- data
 
