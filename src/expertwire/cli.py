@@ -183,6 +183,29 @@ def drain(
         print_json(result)
 
 
+@app.command()
+def chaos(
+    plan: Annotated[str, typer.Argument(help="a plan's JSON file, or the name of a shipped one")],
+    model: Annotated[str | None, typer.Option(help="checkpoint folder; default: the shipped one")]
+    = None,
+    picture: Annotated[str, typer.Option(help="where to write the timeline")]
+    = "expertwire-chaos.svg",
+    as_json: JsonOption = False,
+) -> None:
+    """Kill, stop, drain and start servers under load, and check every result."""
+    from .chaos import run_chaos
+    from .chaos_plan import load_plan
+    from .chaos_report import report_lines
+
+    result = run_chaos(load_plan(plan), model=model, picture=picture)
+    if as_json:
+        print_json(result)
+    else:
+        print("\n".join(report_lines(result)), flush=True)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
 def wait_for(blocking) -> None:
     """Runs a blocking call in a way that signal handlers still get their turn; raises what it
     raises."""
