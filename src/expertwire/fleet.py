@@ -37,6 +37,8 @@ class Fleet(ChildGroup):
 
     def start_registry(self) -> str:
         """Starts it, or starts it again where and with the state that it had; the address."""
+        if self.registry is not None:
+            self._forget(self.registry)
         self.registry = self.start(
             "registry", ["registry", "--listen", self.address, "--lease", str(self.lease),
                          "--state", str(Path(self._folder.name) / "state")], self._env,
@@ -47,8 +49,10 @@ class Fleet(ChildGroup):
     def start_server(self, name: str, experts: str, *, wait: bool = True) -> ChildProcess:
         """experts: as for `expertwire serve --experts`. wait: until it says that it serves."""
         running = self.servers.get(name)
-        if running is not None and running.process.poll() is None:
-            raise ConfigError(f"server {name} is running already")
+        if running is not None:
+            if running.process.poll() is None:
+                raise ConfigError(f"server {name} is running already")
+            self._forget(running)
         self.servers[name] = server = self.start(
             name, ["serve", self.model, "--experts", experts, "--registry", self.address,
                    "--name", name, "--dtype", self.dtype, "--threads", "1"], self._env,
@@ -77,6 +81,10 @@ class Fleet(ChildGroup):
         child = self.registry if name == "registry" else self.servers[name]
         assert child is not None
         child.process.wait(10)
+
+    def _forget(self, ended: ChildProcess) -> None:
+        ended.stop()  # its pipes
+        self.children.remove(ended)
 
     def pids(self) -> list[int]:
         """Of all children that were started and are still there."""

@@ -27,7 +27,9 @@ from .routing import RoutingTable
 
 log = logging.getLogger("expertwire.client")
 
-MAX_CONNECTING = 16  # handshakes at a time
+# Handshakes at a time: many clients that start together must not time out because each of them
+# asks all servers at once. Those that failed before are tried aside, they may hang.
+MAX_CONNECTING, MAX_RETRYING = 2, 4
 RELEASE_SECONDS = 0.02  # between attempts to close what no batch uses any more
 
 
@@ -251,8 +253,12 @@ class Links:
             if any(link.seat == server.seat and link.address != server.address
                    for link in self.retired):
                 continue
-            if len(self._connecting) >= MAX_CONNECTING or self._stop.is_set():
+            if self._stop.is_set():
                 return
+            again = server.address in self._retry_at
+            others = [a in self._retry_at for a in self._connecting]
+            if others.count(again) >= (MAX_RETRYING if again else MAX_CONNECTING):
+                continue
             try:
                 self._adopt_model(server.model)
             except (ExpertwireError, KeyError, TypeError, ValueError) as err:
