@@ -127,7 +127,7 @@ class Links:
         what = f"no reachable server holds expert {shown}" if missing else "no server is there"
         if holders:
             what += f", last held by {', '.join(holders)}"
-        reasons = [f"{s}: {why}" for s, why in sorted(self.refusals.items())]
+        reasons = [f"{s}: {why}" for s, why in sorted(dict(self.refusals).items())]
         away = self.membership.failure
         if away is not None and not self.table.links:
             reasons.insert(0, f"registry: {away}")
@@ -165,10 +165,14 @@ class Links:
                         self._drain_wake()
                     else:
                         self._end_of_file(selector, key.data)
-                if not self._stop.is_set():
+                if self._stop.is_set():
+                    return
+                try:
                     self._follow(selector, self.membership.snapshot())
                     if self.retired:
                         self._release()
+                except Exception:  # our own bug must not end all news for good
+                    log.exception("following the membership failed")
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -233,7 +237,7 @@ class Links:
     def _forget_absent(self, members: Members) -> None:
         ids = {server.server_id for server in members.servers}
         addresses = {server.address for server in members.servers}
-        for server_id in [s for s in self.refusals if s not in ids]:
+        for server_id in [s for s in list(self.refusals) if s not in ids]:  # also changed elsewhere
             self.refusals.pop(server_id, None)
         for known in (self._retry_at, self._patience):
             for address in [a for a in list(known) if a not in addresses]:
