@@ -2,9 +2,9 @@
 
     python bench/many.py --servers 64 --clients 64 --json
 
-Every server and every client is a process of its own, and every client is connected to every
-server. Processes are forked from one that has imported everything: starting 128 interpreters would
-measure the disk. Each client checks each of its results.
+Every client is connected to every server, and checks each of its results. --per-process of them
+share a process (1: each has its own). Processes are forked from one that has imported everything:
+starting 128 interpreters would measure the disk.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -48,11 +49,25 @@ class ScaledExperts:
         return out
 
 
-def serve(address: str, name: str, experts: list[int], model: dict) -> None:
-    server = Server(ScaledExperts(experts), model, address, token=TOKEN, name=name)
-    with server:
-        signal.signal(signal.SIGTERM, lambda *_: server.close())
-        server.serve_forever()
+def serve(address: str, ids: range, num_servers: int, model: dict) -> None:
+    """Expert i is on server i and on the one before it."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with contextlib.ExitStack() as stack:
+        for i in ids:
+            experts = sorted({i, (i + 1) % num_servers})
+            stack.enter_context(
+                Server(ScaledExperts(experts), model, address, token=TOKEN, name=f"s{i}")
+            )
+        stop.wait()
+
+
+def use_many(address: str, ids: range, *rest: int) -> None:
+    threads = [threading.Thread(target=use, args=(address, i, *rest)) for i in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def use(address: str, idx: int, num_servers: int, steps: int, report: int, go: int) -> None:
@@ -79,6 +94,10 @@ def use(address: str, idx: int, num_servers: int, steps: int, report: int, go: i
 
 
 PIDS: list[int] = []
+
+
+def shares(count: int, size: int) -> list[range]:
+    return [range(i, min(i + size, count)) for i in range(0, count, size)]
 
 
 def fork(work) -> int:
@@ -134,6 +153,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20, help="batches per client")
+    parser.add_argument("--per-process", type=int, default=8)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -156,14 +176,14 @@ def main() -> None:
     start = time.monotonic()
     registry_pid = fork(run_registry)
     address = os.read(registry_pipe, 200).decode()
-    # Expert i is on server i and on the next one.
     servers = [
-        fork(lambda i=i: serve(address, f"s{i}", sorted({i, (i + 1) % args.servers}), model))
-        for i in range(args.servers)
+        fork(lambda ids=ids: serve(address, ids, args.servers, model))
+        for ids in shares(args.servers, args.per_process)
     ]
     clients = [
-        fork(lambda i=i: use(address, i, args.servers, args.steps, report_write, go_read))
-        for i in range(args.clients)
+        fork(lambda ids=ids: use_many(
+            address, ids, args.servers, args.steps, report_write, go_read))
+        for ids in shares(args.clients, args.per_process)
     ]
     connected = read_lines(report, args.clients, deadline)
     up = time.monotonic()
@@ -184,6 +204,7 @@ def main() -> None:
     steps = args.clients * args.steps
     facts = {
         "servers": args.servers, "clients": args.clients,
+        "processes": len(servers) + len(clients) + 1,
         "members": len(sockets), "connections": sum(c["connected"] for c in connected),
         "up_s": round(up - start, 2), "steps": steps,
         "steps_per_s": round(steps / (served - up), 1),

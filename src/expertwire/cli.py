@@ -184,6 +184,29 @@ def drain(
 
 
 @app.command()
+def rebalance(
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, change nothing")]
+    = False,
+    seconds: Annotated[float, typer.Option(min=0, help="measure so long; 0: since the start")]
+    = 0.0,
+    places: Annotated[int | None, typer.Option(min=1, help="experts that each server has room for")]
+    = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan which expert should be on which server, from the load that was measured."""
+    from .errors import ConfigError
+    from .rebalance import run_rebalance
+
+    if not dry_run:
+        raise ConfigError("only `rebalance --dry-run` is there; start servers with the experts of "
+                          "the plan, then `expertwire drain` the old ones")
+    result = run_rebalance(registry, seconds=seconds, places=places, quiet=as_json)
+    if as_json:
+        print_json(result)
+
+
+@app.command()
 def chaos(
     plan: Annotated[str, typer.Argument(help="a plan's JSON file, or the name of a shipped one")],
     model: Annotated[str | None, typer.Option(help="checkpoint folder; default: the shipped one")]
