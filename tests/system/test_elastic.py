@@ -172,7 +172,7 @@ def test_drain_as_a_command():
     with Fleet(path) as fleet:
         fleet.start_registry()
         fleet.start_servers({"a": "0-15", "b": "0-15", "c": "0-7"})
-        with Client(fleet.address, token=fleet.token) as client:
+        with Client(fleet.address, token=fleet.token, reply_timeout=60) as client:  # slow is fine
             client.links.wait(lambda t: len(t.links) == 3, 20)
             hidden = torch.randn(6, 128)
             ids, weights = torch.randint(0, 16, (6, 2)), torch.rand(6, 2)

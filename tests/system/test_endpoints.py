@@ -1,4 +1,4 @@
-"""Members that cannot be connected to: named, within the deadline, and nobody else waits for them."""
+"""Members that cannot be connected to: named within the deadline, and nobody waits for them."""
 
 from __future__ import annotations
 
