@@ -217,6 +217,68 @@ def compile_(
         print_json(facts)
 
 
+@app.command()
+def drain(
+    server: Annotated[str, typer.Argument(help="id or seat, as `expertwire status` shows it")],
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait until it has left")]
+    = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a server leave with nothing lost: its clients move to replicas, then it ends."""
+    from .drain import run_drain
+
+    result = run_drain(registry, server, timeout=timeout, quiet=as_json)
+    if as_json:
+        print_json(result)
+
+
+@app.command()
+def rebalance(
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan, change nothing")]
+    = False,
+    seconds: Annotated[float, typer.Option(min=0, help="measure so long; 0: since the start")]
+    = 0.0,
+    places: Annotated[int | None, typer.Option(min=1, help="experts that each server has room for")]
+    = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan which expert should be on which server, from the load that was measured."""
+    from .errors import ConfigError
+    from .rebalance import run_rebalance
+
+    if not dry_run:
+        raise ConfigError("only `rebalance --dry-run` is there; start servers with the experts of "
+                          "the plan, then `expertwire drain` the old ones")
+    result = run_rebalance(registry, seconds=seconds, places=places, quiet=as_json)
+    if as_json:
+        print_json(result)
+
+
+@app.command()
+def chaos(
+    plan: Annotated[str, typer.Argument(help="a plan's JSON file, or the name of a shipped one")],
+    model: Annotated[str | None, typer.Option(help="checkpoint folder; default: the shipped one")]
+    = None,
+    picture: Annotated[str, typer.Option(help="where to write the timeline")]
+    = "expertwire-chaos.svg",
+    as_json: JsonOption = False,
+) -> None:
+    """Kill, stop, drain and start servers under load, and check every result."""
+    from .chaos import run_chaos
+    from .chaos_plan import load_plan
+    from .chaos_report import report_lines
+
+    result = run_chaos(load_plan(plan), model=model, picture=picture)
+    if as_json:
+        print_json(result)
+    else:
+        print("\n".join(report_lines(result)), flush=True)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
 def wait_for(blocking) -> None:
     """Runs a blocking call in a way that signal handlers still get their turn; raises what it
     raises."""

@@ -16,23 +16,21 @@ import collections
 import os
 import secrets
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import collect
+from . import collect, send
 from .config import ClientConfig
 from .control import load_token
-from .device_structs import SIGNAL_ADD, MessageShape
-from .errors import ConfigError, ExpertwireError, WaitTimeout
+from .errors import ConfigError, ExpertwireError, InFlightError, WaitTimeout
 from .flight import Chunk, Flight, Handle
 from .hca import open_hca
 from .inputs import Batch, InputCheck
 from .launch import hca_array
 from .links import Links
 from .membership import Membership
-from .message import DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape, dtype_of
+from .message import ReplyMode, SlotShape, dtype_of
 from .routing import RoutingTable
 from .stats import StageTimes
 from .trip import Trip
@@ -68,8 +66,10 @@ class Client:
         self.times = StageTimes()
         self.num_skipped_ids = 0
         self.num_retries = 0
+        self.dropped: collections.Counter[int] = collections.Counter()  # pairs by expert
+        self._num_open = 0  # batches that are not combined yet
         self.trace: list | None = None  # set to a list to record flight spans (collect.py)
-        self._seq = 0
+        self.seq = 0  # the last one given out
         self.closed = False
         address = registry if isinstance(registry, str) else registry.address
         token = load_token() if token is None else token
@@ -86,7 +86,7 @@ class Client:
         self.membership = Membership(address, token, client_name=self.name)
         self.links = Links(
             self.hca, self.membership, token=token, client_id=self.client_id, name=self.name,
-            config=self.config, make_shape=self._make_shape,
+            config=self.config, make_shape=self._make_shape, release=self.release_retired,
         )
         self.membership.on_change = self.links.wake
         self.links.start()
@@ -117,11 +117,13 @@ class Client:
         """Sends a batch and returns without waiting for it; arguments as for `moe`.
 
         The tensors must not change until the handle is combined. Raises ConfigError for inputs
-        that do not fit the model, NoServerError when an expert is held by nobody reachable within
-        `connect_timeout`.
+        that do not fit the model, NoServerError when an expert is held by nobody reachable and
+        `on_missing` does not say otherwise, InFlightError if `max_in_flight` batches are not
+        combined yet and `on_full` is "raise"; with "wait" the oldest of them is received first.
         """
         with self.lock:
             handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
+            self._make_room()
             self._queue(handle, 0)
             self._issue_queued(table)
             if handle.error is not None and handle.num_open == 0:
@@ -196,9 +198,23 @@ class Client:
         """Appends the chunks of the tokens from `begin` on."""
         num_tokens = handle.batch.num_tokens
         for at in range(begin, num_tokens, self.config.max_rows):
-            chunk = Chunk(handle, at, min(at + self.config.max_rows, num_tokens))
-            self._queued.append(chunk)
-            handle.num_open += 1
+            self._queued.append(self._open(handle, at, min(at + self.config.max_rows, num_tokens)))
+
+    def _open(self, handle: Handle, begin: int, end: int) -> Chunk:
+        self._num_open += handle.num_open == 0
+        handle.num_open += 1
+        return Chunk(handle, begin, end)
+
+    def _make_room(self) -> None:
+        """Until fewer than max_in_flight batches are open. Raises InFlightError."""
+        limit = self.config.max_in_flight or self.config.num_slots
+        while self._num_open >= limit:
+            if self.config.on_full == "raise":
+                raise InFlightError(
+                    f"{self._num_open} batches are in flight, max_in_flight is {limit}; combine "
+                    'one first, or set on_full="wait"'
+                )
+            self.finish_oldest()
 
     def _trip_to_the_end(self, handle: Handle, table: RoutingTable) -> bool:
         """The usual case in one native call (trip.py). False: the rest is in flight or queued."""
@@ -212,19 +228,19 @@ class Client:
         trip = self._trip
         try:
             done = trip.run(self.hca.pointer, handle.layer, batch, table, self.links.shape,
-                            self.times, self._seq)
+                            self.times, self.seq)
         finally:  # also when interrupted: no seq is ever used twice
-            self._seq = max(self._seq, trip.seq)
+            self.seq = max(self.seq, trip.seq)
         self.num_skipped_ids += trip.num_skipped
         if done:
             return True
         sent = trip.num_combined
         for i, flight in trip.in_flight():
             end = min((i + 1) * max_rows, batch.num_tokens)
-            flight.chunk = Chunk(handle, i * max_rows, end)
+            flight.chunk = self._open(handle, i * max_rows, end)
+            flight.chunk.skips_counted = True
             self._free.remove(flight)
             self.in_flight.append(flight)
-            handle.num_open += 1
             sent = i + 1
         self._queue(handle, sent * max_rows)
         return False
@@ -244,15 +260,14 @@ class Client:
         if self.closed:
             raise ConfigError("the client is closed")
         table = self.links.table
-        if not table.links:
-            table = self.links.wait(lambda t: bool(t.links), self.config.connect_timeout)
-        model, shape = self.links.model, self.links.shape
-        if not table.links or model is None:
-            raise self.links.no_server_error(layer, [])
         if self._check is None:
-            assert shape is not None
+            if not table.links:
+                table = self.links.wait(lambda t: bool(t.links), self.config.connect_timeout)
+            model, shape = self.links.model, self.links.shape
+            if not table.links or model is None or shape is None:
+                raise self.links.no_server_error(layer, [])
             self._check = InputCheck(model, shape.experts_per_row)
-        return table
+        return table  # which may have become empty: that is for `on_missing` to settle
 
     def _issue_queued(self, table: RoutingTable) -> None:
         while self._queued and self._free:
@@ -262,7 +277,7 @@ class Client:
                 self._end_chunk(flight, chunk, None)
                 continue
             try:
-                self.issue(flight, chunk, table)
+                send.issue(self, flight, chunk, table)
             except ExpertwireError as err:
                 self._end_chunk(flight, chunk, err)
             except BaseException as err:  # interrupted: the slot must not be lost
@@ -270,71 +285,6 @@ class Client:
                 raise
             else:
                 self.in_flight.append(flight)
-
-    def issue(self, flight: Flight, chunk: Chunk, table: RoutingTable) -> None:
-        """Routes, packs and puts one chunk; the flight then waits for its loaded servers.
-
-        Waits for a new table if an expert is held by nobody. Raises NoServerError.
-        """
-        slots = self.links.shape
-        assert slots is not None
-        deadline = time.monotonic() + self.config.connect_timeout
-        while True:
-            start = time.perf_counter_ns()
-            self._fill(flight, chunk, table, slots)
-            filled = time.perf_counter_ns()
-            flight.launch_send.run(self.engines)
-            if flight.missing_expert.value < 0:
-                break
-            left, old = deadline - time.monotonic(), table
-            if left > 0:
-                table = self.links.wait(lambda t, old=old: t is not old, left)
-            if table is old:
-                needed = set(chunk.handle.batch.ids[chunk.begin : chunk.end].flatten().tolist())
-                missing = [e for e in table.missing() if e in needed]
-                raise self.links.no_server_error(chunk.handle.layer, missing)
-        self.num_skipped_ids += flight.num_skipped.value
-        flight.waiting = flight.loaded()
-        for s in flight.waiting:
-            table.links[s].previous_seq[flight.slot_idx] = self._seq
-        flight.chunk, flight.issued_ns = chunk, time.perf_counter_ns()
-        if not self.config.do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
-            for s in flight.waiting:
-                table.links[s].endpoint.notify()
-        collect.sent(self, flight, start, filled)
-
-    def _fill(self, flight: Flight, chunk: Chunk, table: RoutingTable, slots: SlotShape) -> None:
-        """Everything that changes from batch to batch in the kernels' arguments."""
-        batch = chunk.handle.batch
-        ids, weights, rows = batch.ids, batch.weights, batch.rows
-        if chunk.end - chunk.begin != ids.shape[0]:
-            ids, weights, rows = (t[chunk.begin : chunk.end] for t in (ids, weights, rows))
-        flight.prepare(table, ids.shape[1], slots)
-        self._seq += 1
-        shape = MessageShape(
-            hidden_size=slots.hidden_size, data_type=DATA_TYPES[rows.dtype],
-            experts_per_row=ids.shape[1], num_experts=table.num_experts,
-            reply_mode=slots.reply_mode, reply_type=DATA_TYPES[batch.output.dtype],
-            client_id=self.client_id, layer=chunk.handle.layer, seq=self._seq, epoch=table.epoch,
-        )
-        route, pack = flight.route, flight.pack
-        if batch.scales is not None:
-            scales = batch.scales[chunk.begin : chunk.end]
-            shape.scale_type, shape.scale_block = DATA_TYPES[torch.float32], FP8_BLOCK
-            pack.scales, pack.scales_stride = scales.data_ptr(), scales.stride(0)
-        flight.set_shape(shape)
-        route.topk_ids = pack.topk_ids = ids.data_ptr()
-        route.ids_stride = pack.ids_stride = ids.stride(0)
-        route.id_bytes = pack.id_bytes = ids.element_size()
-        route.num_tokens = ids.shape[0]
-        pack.hidden = rows.data_ptr()
-        pack.hidden_stride = rows.stride(0) * rows.element_size()
-        pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)
-        if flight.put.signal_mode == SIGNAL_ADD:
-            for s, link in enumerate(table.links):
-                flight.servers[s].previous_seq = link.previous_seq[flight.slot_idx]
-        flight.num_skipped.value, flight.missing_expert.value = 0, -1
-        flight.status.code = 0
 
     # ---------------------------------------------------------------- receiving
 
@@ -352,20 +302,35 @@ class Client:
             self._end_chunk(flight, chunk, ExpertwireError(f"batch abandoned: {err!r}"))
             raise
         self._end_chunk(flight, chunk, error)
-        self._issue_queued(self.links.table)
+        self._issue_queued(self.links.usable())
 
     def _end_chunk(self, flight: Flight, chunk: Chunk, error: Exception | None) -> None:
         flight.chunk = None
         self._free.append(flight)
         chunk.handle.num_open -= 1
+        self._num_open -= chunk.handle.num_open == 0
         if error is not None and chunk.handle.error is None:
             chunk.handle.error = error
 
+    def release_retired(self) -> None:
+        """Closes connections that are in no table any more, from any thread; if this client is at
+        work, that is left for later."""
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self.closed:
+                    self._close_retired()
+            finally:
+                self.lock.release()
+
     def _close_retired(self) -> None:
-        """Closes connections of servers that left, once no batch in flight was routed by them."""
-        if not self.links.retired or self.in_flight or self.links.shape is None:
+        """Closes connections of servers that left, unless a batch in flight was routed by them."""
+        if not self.links.retired or self.links.shape is None:
             return
-        for flight in self._flights:
-            flight.prepare(RoutingTable(0, 0, []), 1, self.links.shape)
-        while self.links.retired:
-            self.links.retired.pop().close()
+        in_use = [flight for flight in self._flights if flight.chunk is not None]
+        held = {id(link) for flight in in_use if flight.table for link in flight.table.links}
+        for link in [link for link in self.links.retired if id(link) not in held]:
+            for flight in self._flights:
+                if flight.table and link in flight.table.links:
+                    flight.prepare(RoutingTable(0, 0, []), 1, self.links.shape)
+            self.links.retired.remove(link)
+            link.close()

@@ -6,6 +6,7 @@ import errno
 import time
 from typing import TYPE_CHECKING, Any
 
+from . import send
 from .device_structs import (
     STAGE_NAMES,
     STATUS_BAD_ARGUMENT,
@@ -27,12 +28,15 @@ from .errors import (
 from .hca.wqe import syndrome_name
 from .launch import last_error
 from .message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason
+from .patience import FLOOR, longest_wait
 
 if TYPE_CHECKING:
     from .client import Client
     from .flight import Chunk, Flight
+    from .link import ServerLink
 
 SLICE_NS = 100_000_000  # longest native wait
+ASLEEP_NS = 100_000_000  # a wait that took so much longer than asked: this process was stopped
 MAX_TRIES = 8  # a chunk is sent at most this often before its last error is raised
 
 
@@ -42,56 +46,52 @@ def receive(client: Client, flight: Flight, chunk: Chunk) -> None:
     Raises the error of the last try: ServerLostError, WaitTimeout, RejectedError, NoServerError.
     """
     for attempt in range(MAX_TRIES):
+        flight.failed = []
         try:
             raise_for_status(flight)
             wait_replies(client, flight)
             combine(client, flight, chunk)
+            client.dropped.update(chunk.dropped)
             return
         except (ServerLostError, WaitTimeout, HcaError) as err:
+            assert flight.table is not None
+            for s in flight.failed:
+                client.links.mark_lost(flight.table.links[s], str(err))
             if attempt + 1 == MAX_TRIES:
                 raise
-            assert flight.table is not None
-            failed = [flight.table.links[s] for s in failed_servers(flight)]
-            for link in failed:
-                client.links.mark_lost(link, str(err))
-            table = client.links.table.without([*failed, *lost_links(client)])
             client.num_retries += 1
-            client.issue(flight, chunk, table)
-
-
-def lost_links(client: Client) -> list:
-    return [link for link in client.links.table.links if link.lost]
-
-
-def failed_servers(flight: Flight) -> list[int]:
-    """Servers that this try cannot count on any more."""
-    assert flight.table is not None
-    if flight.status.code:
-        return [flight.status.peer]
-    silent = [s for s in flight.waiting if not flight.arrivals[s]]
-    return [s for s in silent if flight.table.links[s].lost] or silent
+            send.issue(client, flight, chunk, client.links.usable())
 
 
 def wait_replies(client: Client, flight: Flight) -> None:
-    """Until every loaded server's flag holds the seq. Spins, then sleeps; drives the engine."""
-    table = flight.table
-    assert table is not None
-    start = time.perf_counter_ns()
-    timeout_ns = int(client.config.reply_timeout * 1e9)
+    """Until every loaded server's flag holds the seq. Spins, then sleeps; drives the engine.
+
+    Raises ServerLostError, HcaError or WaitTimeout, with `flight.failed` naming the servers.
+    """
+    start = now = time.perf_counter_ns()
+    # The native call that may have handed over waited for one slice at most. Time before that does
+    # not count: this process may have been busy elsewhere, and replies be here already.
+    since = max(flight.issued_ns, start - SLICE_NS)
     flight.arrivals[:] = 0
+    shortest_ns = int((client.config.reply_timeout or FLOOR) * 1e9)  # of all deadlines
+    slice_ns = 0  # first a look: replies may be here, and servers lost, already
     while True:
-        left = max(0, start + timeout_ns - time.perf_counter_ns())
         # In slices, so that a signal (Ctrl-C) gets its turn soon.
-        code = flight.wait(client.hca.pointer, client.spin_ns, min(left, SLICE_NS))
+        code = flight.wait(client.hca.pointer, client.spin_ns, slice_ns)
         if code == 0:
             break
         if code not in (-errno.EINTR, -errno.ETIMEDOUT):
             raise HcaError(f"waiting for replies failed: {last_error()}")
         if client.closed:
             raise ConfigError("the client was closed while a batch was waiting")
-        raise_if_lost(flight)  # also after a slice: an earlier wait may have had the interrupt
-        if code == -errno.ETIMEDOUT and left <= SLICE_NS:
-            raise_timeout(client, flight)
+        raise_if_lost(flight)
+        before, now = now, time.perf_counter_ns()
+        if now - before > slice_ns + ASLEEP_NS:
+            since += now - before  # we were not running: nobody is silent because we did not look
+        left_ns = shortest_ns - (now - since)
+        if left_ns <= 0:
+            left_ns = raise_if_silent(flight, now - since)
+        slice_ns = min(SLICE_NS, left_ns)
     arrivals = flight.arrivals.tolist()
     for s in flight.waiting:
         count_reply(client, flight, s, arrivals[s])
@@ -99,28 +99,45 @@ def wait_replies(client: Client, flight: Flight) -> None:
     client.times.add("wait", time.perf_counter_ns() - start)
 
 
+def silent(flight: Flight) -> list[tuple[int, ServerLink]]:
+    """Servers whose reply is not in yet."""
+    assert flight.table is not None
+    return [(s, flight.table.links[s]) for s in flight.waiting if not flight.arrivals[s]]
+
+
 def raise_if_lost(flight: Flight) -> None:
-    """ServerLostError if a server that has not replied yet went away."""
-    assert flight.table is not None
-    for s in flight.waiting:
-        link = flight.table.links[s]
-        if link.lost and not flight.arrivals[s]:
-            raise ServerLostError(
-                f"server {link.server_id} went away during layer {flight.shape.layer}",
-                link.server_id, flight.shape.layer,
-            )
+    """ServerLostError or HcaError if a server that has not replied yet cannot any more."""
+    layer = flight.shape.layer
+    for s, link in silent(flight):
+        if link.lost:
+            flight.failed.append(s)
+            raise ServerLostError(f"server {link.server_id} went away during layer {layer}",
+                                  link.server_id, layer)
+        syndrome, wqe_idx = link.endpoint.first_error()
+        if syndrome:
+            flight.failed.append(s)
+            raise completion_error(f"layer {layer}, server {link.server_id}", syndrome, wqe_idx,
+                                   link.server_id)
 
 
-def raise_timeout(client: Client, flight: Flight) -> None:
-    assert flight.table is not None
-    raise_if_lost(flight)
-    s = next(s for s in flight.waiting if not flight.arrivals[s])
-    link, seq, seen = flight.table.links[s], flight.shape.seq, flight.flags[s].value
-    raise WaitTimeout(
-        f"no reply from server {link.server_id} within {client.config.reply_timeout} s "
-        f"(stage combine, expected seq {seq}, seen {seen}); it may be overloaded: raise "
-        "reply_timeout, or add servers", "combine", link.server_id, seq, seen,
-    )
+def raise_if_silent(flight: Flight, waited_ns: int) -> int:
+    """WaitTimeout if a server's deadline has passed; else ns until the next one does."""
+    left_ns = []
+    for s, link in silent(flight):
+        seconds = link.patience.seconds()
+        left_ns.append(int(seconds * 1e9) - waited_ns)
+        if left_ns[-1] <= 0:
+            flight.failed.append(s)
+    if flight.failed:
+        s = flight.failed[0]
+        assert flight.table is not None
+        link, seq, seen = flight.table.links[s], flight.shape.seq, flight.flags[s].value
+        raise WaitTimeout(
+            f"no reply from server {link.server_id} within {link.patience.seconds():.3g} s "
+            f"(stage combine, expected seq {seq}, seen {seen}); it may be overloaded: raise "
+            "reply_timeout, or add servers", "combine", link.server_id, seq, seen,
+        )
+    return min(left_ns, default=1)
 
 
 def count_reply(client: Client, flight: Flight, s: int, now: int) -> None:
@@ -150,7 +167,7 @@ def combine(client: Client, flight: Flight, chunk: Chunk) -> None:
     args.output = output.data_ptr()
     args.output_stride = output.stride(0) * output.element_size()
     args.output_type, args.num_tokens = DATA_TYPES[output.dtype], output.shape[0]
-    args.timeout_ns = int(client.config.reply_timeout * 1e9)
+    args.timeout_ns = int(longest_wait(client.config.reply_timeout) * 1e9)
     flight.launch_combine.run(client.engines)
     end = time.perf_counter_ns()
     client.times.add("combine", end - start)
@@ -186,6 +203,7 @@ def raise_for_status(flight: Flight) -> None:
         return
     assert flight.table is not None
     link = flight.table.links[status.peer] if status.peer < len(flight.table.links) else None
+    flight.failed = [status.peer] if link else []
     error = status_error(status, link.server_id if link else "", flight.shape.layer)
     if link is not None and link.lost and not isinstance(error, RejectedError):
         error = ServerLostError(
@@ -200,11 +218,7 @@ def status_error(status: KernelStatus, peer: str, layer: int) -> ExpertwireError
     stage = STAGE_NAMES.get(status.stage, str(status.stage))
     where = f"layer {layer}, stage {stage}, server {peer}"
     if status.code == STATUS_COMPLETION_ERROR:
-        return HcaError(
-            f"{where}: error completion, syndrome {status.syndrome:#04x} "
-            f"({syndrome_name(status.syndrome)}) on work-queue entry {status.wqe_idx}",
-            status.syndrome, status.wqe_idx, peer,
-        )
+        return completion_error(where, status.syndrome, status.wqe_idx, peer)
     if status.code == STATUS_TIMEOUT:
         return WaitTimeout(
             f"{where}: timed out, expected {status.expected}, seen {status.seen}", stage, peer,
@@ -229,13 +243,23 @@ def status_error(status: KernelStatus, peer: str, layer: int) -> ExpertwireError
                     peer=peer)
 
 
+def completion_error(where: str, syndrome: int, wqe_idx: int, peer: str) -> HcaError:
+    return HcaError(
+        f"{where}: error completion, syndrome {syndrome:#04x} ({syndrome_name(syndrome)}) on "
+        f"work-queue entry {wqe_idx}", syndrome, wqe_idx, peer,
+    )
+
+
 def client_stats(client: Client) -> dict[str, Any]:
     table = client.links.table
     return {
         "epoch": table.epoch,
         "stages": client.times.summary(),
         "servers": {link.server_id: {"seat": link.seat, "experts": len(link.experts),
+                                     "deadline_ms": round(link.patience.seconds() * 1000, 3),
                                      **link.counters.summary()} for link in table.links},
         "skipped_ids": client.num_skipped_ids,
-        "retries": client.num_retries,
+        "retries": client.num_retries,  # chunks sent again
+        "lost": client.links.num_lost,  # times that a server was given up
+        "dropped": {"pairs": client.dropped.total(), "experts": dict(client.dropped)},
     }

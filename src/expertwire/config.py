@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .device_structs import SIGNAL_ADD, SIGNAL_WRITE
 from .errors import ConfigError
 
 SIGNAL_MODES = {"write": SIGNAL_WRITE, "add": SIGNAL_ADD}
+ON_MISSING = ("raise", "drop", "wait")
+ON_FULL = ("wait", "raise")
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,29 @@ class ClientConfig:
     num_qps: int = 1
     queue_depth: int = 1024  # work-queue blocks per queue pair, a power of two
     connect_timeout: float = 5.0  # until the experts of a batch are held by somebody reachable
-    reply_timeout: float = 30.0  # silence of one server before its rows go elsewhere
+    # Silence of one server before its rows go elsewhere; None: from its replies (patience.py)
+    reply_timeout: float | None = None
+    # What to do about experts that nobody reachable holds: "raise" NoServerError at once, "drop"
+    # their contributions (counted in stats), or "wait" for a server and then raise
+    on_missing: str = "wait"
+    missing_timeout: float | None = None  # how long "wait" waits; None: connect_timeout
+    max_in_flight: int | None = None  # batches dispatched and not combined; None: num_slots
+    on_full: str = "wait"  # one more dispatch: "wait" for the oldest batch, or "raise"
     spin_us: float = 50.0  # spinning before sleeping while waiting for a reply
     max_servers: int = 1024  # more loaded servers in one batch is an error
 
     def __post_init__(self) -> None:
         _check_positive(self, "max_rows", "num_slots", "num_qps", "max_servers")
-        _check_times(self, "connect_timeout", "reply_timeout")
+        _check_times(self, "connect_timeout")
+        for name in ("reply_timeout", "missing_timeout"):
+            if getattr(self, name) is not None:
+                _check_times(self, name)
+        if self.max_in_flight is not None:
+            _check_positive(self, "max_in_flight")
         _check_spin(self.spin_us)
-        if self.signal_mode not in SIGNAL_MODES:
-            raise ConfigError(
-                f"signal_mode must be one of {', '.join(SIGNAL_MODES)}, not {self.signal_mode!r}"
-            )
+        _check_choice(self, "signal_mode", SIGNAL_MODES)
+        _check_choice(self, "on_missing", ON_MISSING)
+        _check_choice(self, "on_full", ON_FULL)
         _check_depth(self.queue_depth)
 
 
@@ -80,6 +94,12 @@ def _check_times(config: object, *names: str) -> None:
         if not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:  # NaN fails too
             raise ConfigError(f"{name} must be more than 0 and at most {MAX_SECONDS:.0f} s, "
                               f"not {value!r}")
+
+
+def _check_choice(config: object, name: str, choices: Iterable[str]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _check_spin(spin_us: float) -> None:

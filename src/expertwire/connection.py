@@ -147,6 +147,10 @@ class Endpoint:
         key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
 
+    def first_error(self) -> tuple[int, int]:
+        """(syndrome, work-queue entry) of the first error completion; (0, 0) if there is none."""
+        return next((e for e in (qp.first_error() for qp in self._qps) if e[0]), (0, 0))
+
     def peer_lost(self) -> None:
         """The peer is gone: everything posted to it completes with an error, at once."""
         if self.peer is not None and not self._closed:

@@ -108,13 +108,13 @@ def tick_step(end: float) -> float:
     return next(power * step for step in (1, 2, 5, 10) if end / (power * step) <= 10)
 
 
-def axis(end: float, scale: float, top: float, bottom: float) -> list[str]:
+def axis(end: float, scale: float, top: float, bottom: float, unit: str = "us") -> list[str]:
     out, at, step = [], 0.0, tick_step(end)
     while at <= end * (1 + 1e-9):
         x = LEFT + at * scale
         out.append(f"<line x1='{x:.1f}' y1='{top - 8}' x2='{x:.1f}' y2='{bottom}' "
                    "stroke='#d9dce3' stroke-width='1'/>")
-        label = f"{at:g} us" if at == 0 or at + step > end else f"{at:g}"
+        label = f"{at:g} {unit}" if at == 0 or at + step > end else f"{at:g}"
         out.append(text(x, bottom + 18, label, size=12, anchor="middle", fill="#5b6270"))
         at += step
     return out

@@ -36,12 +36,23 @@ class HandleError(ProtocolError):
 
 
 class NoServerError(ExpertwireError):
-    """No live server holds an expert that a batch needs."""
+    """No live server holds an expert that a batch needs.
 
-    def __init__(self, message: str, layer: int | None = None, experts: tuple[int, ...] = ()):
+    `servers` are those that held one of these `experts` last, as far as this client knows.
+    """
+
+    def __init__(
+        self, message: str, layer: int | None = None, experts: tuple[int, ...] = (),
+        servers: tuple[str, ...] = (),
+    ):
         super().__init__(message)
         self.layer = layer
         self.experts = experts
+        self.servers = servers
+
+
+class InFlightError(ExpertwireError):
+    """One batch more than `max_in_flight` was dispatched, and `on_full` is "raise"."""
 
 
 class ServerLostError(ExpertwireError):

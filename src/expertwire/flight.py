@@ -42,6 +42,9 @@ class Chunk:
     def __init__(self, handle: Handle, begin: int, end: int):
         self.handle = handle
         self.begin, self.end = begin, end
+        self.ids: torch.Tensor | None = None  # the batch's, or with experts dropped (send.py)
+        self.dropped: dict[int, int] = {}  # expert -> (token, expert) pairs left out
+        self.skips_counted = False
 
 
 class Handle:
@@ -89,6 +92,7 @@ class Flight:
         self.chunk: Chunk | None = None
         self.issued_ns = 0
         self.waiting: list[int] = []  # server indices whose reply is not in yet
+        self.failed: list[int] = []  # of these, the ones that are given up
         self.status = KernelStatus()
         self.num_skipped = ctypes.c_uint64()
         self.missing_expert = ctypes.c_int32()

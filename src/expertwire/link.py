@@ -15,27 +15,30 @@ from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
 from .message import SlotShape
-from .stats import ServerCounters
+from .patience import Patience, longest_wait
 
 DATA_PROTOCOL = 1
 
 
 class ServerLink:
-    """One connected server. `lost` and `suspect` are set by whoever notices, read by routing."""
+    """One connected server (a membership.ServerInfo). `lost` is set by whoever notices."""
 
     def __init__(
-        self, server_id: str, seat: int, experts: list[int], endpoint: Endpoint, channel: Channel,
-        shape: SlotShape,
+        self, server: Any, endpoint: Endpoint, channel: Channel, shape: SlotShape,
+        patience: Patience,
     ):
-        self.server_id = server_id
-        self.seat = seat
-        self.experts = experts
+        self.server_id: str = server.server_id
+        self.seat: int = server.seat
+        self.address: str = server.address
+        self.experts = list(server.experts)
+        self.draining: bool = server.draining  # used only for what nobody else holds
         self.endpoint = endpoint
         self.channel = channel
         self.shape = shape
         self.lost = False
         self.previous_seq = [0] * shape.num_slots  # what each request slot's flag holds
-        self.counters = ServerCounters()
+        self.patience = patience
+        self.counters = patience.counters
 
     def close(self) -> None:
         self.channel.close()
@@ -44,7 +47,8 @@ class ServerLink:
 
 def open_link(
     hca: Hca, server: Any, *, token: bytes, client_id: int, client_name: str, shape: SlotShape,
-    fingerprint: str, config: ClientConfig, stopped: threading.Event | None = None,
+    fingerprint: str, config: ClientConfig, patience: Patience,
+    stopped: threading.Event | None = None,
 ) -> ServerLink:
     """Connects to one server (a membership.ServerInfo). `stopped` ends it early: WaitTimeout.
 
@@ -52,7 +56,7 @@ def open_link(
     the server refuses (another model, sizes beyond its limits).
     """
     check_signal_mode(hca, SIGNAL_MODES[config.signal_mode], config.do_ibgda)
-    # One stalled server must not keep the others from being connected to.
+    # One stalled server must not be waited for at length: others may hold the same experts.
     timeout = min(config.connect_timeout / 2, 2.0)
     channel = connect_unix(server.address, token, timeout, stopped)
     channel.stopped = stopped
@@ -62,7 +66,7 @@ def open_link(
         endpoint = Endpoint(
             hca, send_bytes=shape.num_slots * shape.request_slot_bytes,
             recv_bytes=shape.num_slots * shape.reply_slot_bytes, num_qps=config.num_qps,
-            depth=config.queue_depth, timeout_ns=int(config.reply_timeout * 1e9),
+            depth=config.queue_depth, timeout_ns=int(longest_wait(config.reply_timeout) * 1e9),
         )
         request = {
             "type": "connect", "data_protocol": DATA_PROTOCOL, "client_id": client_id,
@@ -92,9 +96,7 @@ def open_link(
             endpoint.close()
         raise
     channel.stopped = None
-    return ServerLink(
-        server.server_id, server.seat, list(server.experts), endpoint, channel, shape
-    )
+    return ServerLink(server, endpoint, channel, shape, patience)
 
 
 def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:

@@ -23,10 +23,12 @@ class RoutingTable:
         self.num_experts = num_experts
         self.links: Sequence[ServerLink] = sorted(links, key=lambda link: link.server_id)
         holders: list[list[int]] = [[] for _ in range(num_experts)]
+        leaving: list[list[int]] = [[] for _ in range(num_experts)]  # only where nobody stays
         for idx, link in enumerate(self.links):
             for expert in link.experts:
                 if 0 <= expert < num_experts:
-                    holders[expert].append(idx)
+                    (leaving if link.draining else holders)[expert].append(idx)
+        holders = [stay or leave for stay, leave in zip(holders, leaving, strict=True)]
         self.max_replicas = max(1, max((len(h) for h in holders), default=1))
         self.expert_servers = np.full((max(num_experts, 1), self.max_replicas), -1, np.int32)
         for expert, servers in enumerate(holders):
@@ -35,6 +37,12 @@ class RoutingTable:
     def missing(self) -> list[int]:
         """Experts that nobody holds."""
         return np.flatnonzero(self.expert_servers[: self.num_experts, 0] < 0).tolist()
+
+    @property
+    def idle_links(self) -> list[ServerLink]:
+        """Draining servers that nothing goes to any more."""
+        busy = set(self.expert_servers.ravel().tolist())
+        return [link for i, link in enumerate(self.links) if link.draining and i not in busy]
 
     def without(self, excluded: Iterable[ServerLink]) -> RoutingTable:
         """The same table as if the excluded servers were not there."""

@@ -7,8 +7,11 @@ and can leave at any time.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -73,6 +76,7 @@ class Server:
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._admitting: set[Channel] = set()  # connections whose request is being answered
         self._admitting_changed = threading.Condition()
+        self._to_watch: collections.deque[ClientLink] = collections.deque()
         self._threads: list[threading.Thread] = []
         self.error: BaseException | None = None
 
@@ -110,6 +114,11 @@ class Server:
             torch.set_num_threads(self.config.num_threads)
         self.batcher = Batcher(self.shard, self.model, self.config)
         self._listener = listen_unix(self._token)
+        self._watched = selectors.DefaultSelector()
+        self._watch_wake = socket.socketpair()
+        for end in self._watch_wake:
+            end.setblocking(False)
+        self._watched.register(self._watch_wake[0], selectors.EVENT_READ, None)
         self.hca = open_hca("soft")
         self._started = True
         self.lease = Lease(
@@ -118,9 +127,9 @@ class Server:
                 "name": self.name, "address": self._listener.address, "pid": os.getpid(),
                 "model": self.model, "experts": [int(e) for e in self.shard.experts],
             },
-            stats=self.stats,
+            stats=self.stats, on_drain=self._drain,
         )
-        for target in (self._accept_loop, self._data_loop):
+        for target in (self._accept_loop, self._data_loop, self._watch_loop):
             thread = threading.Thread(target=target, name=f"expertwire{target.__name__}")
             thread.daemon = True
             self._threads.append(thread)
@@ -162,6 +171,7 @@ class Server:
             self._stop.set()
             self._listener.close()
             self.hca.interrupt()
+            self._wake_watch()
             with self._admitting_changed:  # nobody may make queue pairs once the HCA closes
                 for channel in self._admitting:
                     channel.close()
@@ -178,12 +188,30 @@ class Server:
                     f"the server's threads did not end within {CLOSE_SECONDS} s of closing it",
                     "close", self.name,
                 )
+            for end in self._watch_wake:
+                end.close()
             while self._inbox:
                 self._inbox.popleft()()
             for link in self._clients:
                 link.close()
             self._clients.clear()
             self.hca.close()
+
+    def _drain(self) -> None:
+        """The registry asks this server to leave: it does once no client is connected.
+
+        Clients let go of a draining server when others hold its experts and nothing is in flight
+        to it; until then it serves on.
+        """
+        self._post(self._leave_if_unused)
+
+    def _leave_if_unused(self) -> None:
+        if self._closed or not self.lease.draining:
+            return
+        if not self._clients and not self._admitting:
+            log.info("drained: no client is connected any more")
+            # Not from the data thread: closing waits for it.
+            threading.Thread(target=self.close, name="expertwire-drained").start()
 
     @property
     def stopped(self) -> bool:
@@ -237,24 +265,48 @@ class Server:
                 timeout=HANDSHAKE_SECONDS,
             )
             self._post(lambda: self._add(link))
+            self._to_watch.append(link)
+            self._wake_watch()
         except ExpertwireError as err:
             log.info("refused a client: %s", err)
+            self._post(self._leave_if_unused)
             return
         finally:
             with self._admitting_changed:
                 self._admitting.discard(channel)
                 self._admitting_changed.notify_all()
-        try:
+
+    def _wake_watch(self) -> None:
+        with contextlib.suppress(OSError):  # closing, or awake anyway
+            self._watch_wake[1].send(b"x")
+
+    def _watch_loop(self) -> None:
+        """Notices clients that go. They say nothing after the handshake: end-of-file ends them."""
+        with self._watched as selector:
             while not self._stop.is_set():
-                try:
-                    _, fds = channel.recv(None)  # a client says nothing more: end-of-file ends it
-                    for fd in fds:
-                        os.close(fd)
-                except WaitTimeout:
-                    continue
+                for key, _ in selector.select(0.5):
+                    if key.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            self._watch_wake[0].recv(4096)
+                    else:
+                        self._hear(key.fd, key.data)
+                while self._to_watch:
+                    link = self._to_watch.popleft()
+                    fd = link.channel.fileno()
+                    if fd in selector.get_map():  # of a link that was closed elsewhere
+                        selector.unregister(fd)
+                    if fd >= 0:  # not closed meanwhile
+                        selector.register(fd, selectors.EVENT_READ, link)
+
+    def _hear(self, watched_fd: int, link: ClientLink) -> None:
+        try:
+            _, fds = link.channel.recv(0.0)
+            for fd in fds:
+                os.close(fd)
+        except WaitTimeout:
+            return
         except (ExpertwireError, OSError):
-            pass
-        if link.endpoint is not None and not link.closed:
+            self._watched.unregister(watched_fd)
             self._post(lambda: self._remove(link))
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -272,6 +324,7 @@ class Server:
             assert link.endpoint is not None
             link.endpoint.peer_lost()
             link.close()
+            self._leave_if_unused()
 
     # ---------------------------------------------------------------- data
 

@@ -80,16 +80,16 @@ class ServerCounters:
 
     def __init__(self) -> None:
         self._words = np.zeros(len(COUNTERS) + 2 + RING, np.int64)
-        self._durations = Ring(self._words[len(COUNTERS) :])
+        self.durations = Ring(self._words[len(COUNTERS) :])  # from a put to its reply's flag
         self.address = self._words.ctypes.data
 
     def add(self, *, rows: int, bytes_sent: int, bytes_received: int, duration_ns: int) -> None:
         """One answered message: duration from its put to its reply's flag."""
         self._words[: len(COUNTERS)] += (rows, 1, bytes_sent, bytes_received)
-        self._durations.add(duration_ns)
+        self.durations.add(duration_ns)
 
     def summary(self) -> dict[str, Any]:
         """{rows, messages, bytes_sent, bytes_received, p50_us, p99_us}."""
-        p50, p99 = self._durations.percentiles_us()
+        p50, p99 = self.durations.percentiles_us()
         counts = dict(zip(COUNTERS, self._words.tolist(), strict=False))
         return {**counts, "p50_us": round(p50, 1), "p99_us": round(p99, 1)}

@@ -10,7 +10,7 @@ import torch
 from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 from expertwire import Client
-from expertwire.errors import ConfigError, NoServerError
+from expertwire.errors import ConfigError, InFlightError, NoServerError
 
 MODEL = model_facts(num_experts=7, hidden_size=20, top_k=3)
 SHARES = [[0, 1, 2], [3, 4], [5, 6]]
@@ -159,6 +159,32 @@ def test_handles_combine_in_any_order_and_more_of_them_than_slots():
                 handles[s].combine(), expected(*inputs[s], MODEL, s % 2)
             )
         assert handles[3].combine() is handles[3].combine(), "combining twice gives the same"
+
+
+def test_one_batch_too_many_waits_for_the_oldest():
+    with cluster(SHARES, MODEL, max_rows=16, max_in_flight=3) as (client, _, _):
+        inputs = [batch(20 + s, MODEL, seed=s) for s in range(9)]
+        handles = []
+        for s in range(9):
+            handles.append(client.dispatch(0, *inputs[s]))
+            assert sum(handle.num_open > 0 for handle in handles) <= 3
+        assert [handle.num_open > 0 for handle in handles] == [False] * 6 + [True] * 3
+        for s, handle in enumerate(handles):
+            torch.testing.assert_close(handle.combine(), expected(*inputs[s], MODEL))
+
+
+def test_one_batch_too_many_is_an_error_if_so_configured():
+    with cluster(SHARES, MODEL, max_in_flight=2, on_full="raise") as (client, _, _):
+        inputs = batch(5, MODEL)
+        handles = [client.dispatch(0, *inputs) for _ in range(2)]
+        with pytest.raises(InFlightError, match="2 batches are in flight, max_in_flight is 2"):
+            client.dispatch(0, *inputs)
+        for handle in handles:
+            torch.testing.assert_close(handle.combine(), expected(*inputs, MODEL))
+        torch.testing.assert_close(
+            client.dispatch(0, *inputs).combine(), expected(*inputs, MODEL)
+        )
+        torch.testing.assert_close(client.moe(0, *inputs), expected(*inputs, MODEL))
 
 
 def test_many_clients_and_threads_at_once():

@@ -21,8 +21,11 @@ def test_client_counts(name, value):
 
 
 @pytest.mark.parametrize("value", BAD_TIMES)
-@pytest.mark.parametrize("name", ["connect_timeout", "reply_timeout"])
+@pytest.mark.parametrize("name", ["connect_timeout", "reply_timeout", "missing_timeout"])
 def test_client_times(name, value):
+    if value is None and name != "connect_timeout":
+        assert getattr(ClientConfig(), name) is None, "the default: adaptive"
+        return
     with pytest.raises(ConfigError, match=name):
         ClientConfig(**{name: value})
 
@@ -49,6 +52,15 @@ def test_spin_and_depth(config):
     for depth in (0, 15, 17, 1000, 65536, 64.0):
         with pytest.raises(ConfigError, match="queue_depth"):
             config(queue_depth=depth)
+
+
+def test_choices():
+    with pytest.raises(ConfigError, match="raise, drop, wait, not 'retry'"):
+        ClientConfig(on_missing="retry")
+    with pytest.raises(ConfigError, match="wait, raise, not 'drop'"):
+        ClientConfig(on_full="drop")
+    with pytest.raises(ConfigError, match="max_in_flight"):
+        ClientConfig(max_in_flight=0)
 
 
 def test_signal_mode():
