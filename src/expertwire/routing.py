@@ -11,6 +11,20 @@ if TYPE_CHECKING:
     from .link import ServerLink
 
 
+def expert_table(shares: Sequence[Sequence[int]], num_experts: int) -> np.ndarray:
+    """Experts of each server -> int32 [num_experts, max_replicas]: servers, -1 ends a row."""
+    holders: list[list[int]] = [[] for _ in range(num_experts)]
+    for idx, experts in enumerate(shares):
+        for expert in experts:
+            if 0 <= expert < num_experts:
+                holders[expert].append(idx)
+    max_replicas = max(1, max((len(h) for h in holders), default=1))
+    table = np.full((max(num_experts, 1), max_replicas), -1, np.int32)
+    for expert, servers in enumerate(holders):
+        table[expert, : len(servers)] = servers
+    return table
+
+
 class RoutingTable:
     """expert -> servers, for the servers that a client is connected to.
 
@@ -22,15 +36,8 @@ class RoutingTable:
         self.epoch = epoch
         self.num_experts = num_experts
         self.links: Sequence[ServerLink] = sorted(links, key=lambda link: link.server_id)
-        holders: list[list[int]] = [[] for _ in range(num_experts)]
-        for idx, link in enumerate(self.links):
-            for expert in link.experts:
-                if 0 <= expert < num_experts:
-                    holders[expert].append(idx)
-        self.max_replicas = max(1, max((len(h) for h in holders), default=1))
-        self.expert_servers = np.full((max(num_experts, 1), self.max_replicas), -1, np.int32)
-        for expert, servers in enumerate(holders):
-            self.expert_servers[expert, : len(servers)] = servers
+        self.expert_servers = expert_table([link.experts for link in self.links], num_experts)
+        self.max_replicas = self.expert_servers.shape[1]
 
     def missing(self) -> list[int]:
         """Experts that nobody holds."""
