@@ -118,8 +118,6 @@ class GpuExperts:
         self.down = self._weights(parts, "down_proj", transposed)
         self.device, self.dtype = self.down.device, self.down.dtype
         self.hidden_size = self.down.num_outputs
-        if self.device.type != "cuda":
-            raise ConfigError(f"expert weights are on {self.device}, not on a GPU")
         if self.dtype not in DATA_TYPES:
             raise ConfigError(f"experts cannot be served in {self.dtype}")
         gate = module._apply_gate if has_gate else module.act_fn
@@ -149,6 +147,8 @@ class GpuExperts:
             for module in modules
         ]
         first = next(iter(parts[0].values()))
+        if first.device.type != "cuda":
+            raise ConfigError(f"the model's experts are on {first.device}, not on a GPU")
         name = model.config.model_type
         return cls(modules, parts, range(first.shape[0]), name=name)
 

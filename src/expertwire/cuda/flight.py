@@ -14,7 +14,7 @@ from ..device_structs import (
     MessageShape,
     RouteTables,
 )
-from .launch import Launch
+from ..target import Runnable
 
 if TYPE_CHECKING:
     from .client import GpuClient
@@ -35,7 +35,7 @@ class GpuFlight:
     def __init__(self, client: GpuClient, slot_idx: int):
         target, shape, num_servers = client.target, client.shape, len(client.peers)
         self.free = True
-        self._device = target.device.index
+        self._target = target
         self._row_bytes = shape.hidden_size * client.dtype.itemsize
         max_pairs = shape.max_rows * shape.experts_per_row
         self._memory = [
@@ -77,7 +77,7 @@ class GpuFlight:
         # Views of the nested structures: making one costs more than using it.
         self._route, self._pack = self._send.route, self._send.pack
         self._shapes = self._pack.shape, self._combine.shape
-        self._launches: dict[tuple[str, int], Launch] = {}
+        self._launches: dict[tuple[str, int], Runnable] = {}
         self._num_tokens = 0
 
     def launch_send(
@@ -107,9 +107,9 @@ class GpuFlight:
         pieces = self._num_tokens * -(-output.shape[1] // COMBINE_PIECE)
         self._launch("client_combine", combine, num_blocks(pieces)).run()
 
-    def _launch(self, name: str, args: ClientSendArgs | ClientCombineArgs, grid: int) -> Launch:
+    def _launch(self, name: str, args: ClientSendArgs | ClientCombineArgs, grid: int) -> Runnable:
         launch = self._launches.get((name, grid))
         if launch is None:
-            launch = Launch([(name, args)], grid=grid, warps=WARPS, device=self._device)
+            launch = self._target.prepare([(name, args)], grid=grid, warps=WARPS)
             self._launches[name, grid] = launch
         return launch
