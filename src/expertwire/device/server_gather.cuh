@@ -60,13 +60,43 @@ EW_DEVICE void place_experts(const ServerGatherArgs& args) {
   if (lane_id() == 0) offsets[args.num_local] = sum;
 }
 
+struct WarpTotals {
+  u32 pairs[32];  // of each warp of the block
+};
+
+// One block, a pair a thread: its place among the gathered rows, its row in a per-expert reply, which
+// is the number of the message's pairs before it that are served here.
+EW_DEVICE void place_pairs(const ServerGatherArgs& args, ServerMessage& message) {
+  EW_SHARED(WarpTotals, totals);
+  const u32 num_pairs = message.head.num_rows * message.head.experts_per_row;
+  u32 reply_rows = 0;  // of the pairs before this round's
+  for (u32 begin = 0; begin < num_pairs; begin += block_dim()) {
+    const u32 i = begin + thread_idx(), pair = message.pair_begin + i;
+    const i32 local = i < num_pairs ? at<const i32>(args.pair_expert)[pair] : -1;
+    u32 total = 0;
+    u32 before = reply_rows + warp_exclusive_sum(local >= 0, &total);
+    if (lane_id() == 0) totals.pairs[warp_id()] = total;
+    block_sync();
+    for (u32 w = 0; w < num_warps(); ++w) {
+      if (w < warp_id()) before += totals.pairs[w];
+      reply_rows += totals.pairs[w];
+    }
+    block_sync();  // everybody has read the totals before they are set again
+    if (i >= num_pairs) continue;
+    at<i32>(args.pair_position)[pair] =
+        local >= 0 ? static_cast<i32>(atomic_add(&at<u32>(args.cursor)[local], 1u)) : -1;
+    at<i32>(args.pair_reply_row)[pair] = local >= 0 ? static_cast<i32>(before) : -1;
+  }
+  if (thread_idx() == 0)
+    message.num_reply_rows = message.head.reply_mode == kReplyPerExpert ? reply_rows : message.head.num_rows;
+}
+
 // One block: expert_offsets, pair_position, pair_reply_row, and each message's number of reply rows.
 EW_DEVICE void group_pairs(const ServerGatherArgs& args) {
   const u32 num_messages = *at<const u32>(args.num_messages);
   ServerMessage* messages = at<ServerMessage>(args.messages);
   u32* cursor = at<u32>(args.cursor);
   i32* pair_expert = at<i32>(args.pair_expert);
-  i32* pair_position = at<i32>(args.pair_position);
   for (u32 e = thread_idx(); e < args.num_local; e += block_dim()) cursor[e] = 0;
   for (u32 m = 0; m < num_messages; ++m)
     if (messages[m].reason == kReasonOk) read_experts(args, messages[m]);
@@ -83,25 +113,8 @@ EW_DEVICE void group_pairs(const ServerGatherArgs& args) {
   block_sync();
   if (warp_id() == 0) place_experts(args);
   block_sync();
-  for (u32 m = warp_id(); m < num_messages; m += num_warps()) {
-    if (messages[m].reason != kReasonOk) continue;
-    const u32 num_pairs = messages[m].head.num_rows * messages[m].head.experts_per_row;
-    u32 reply_rows = 0;
-    for (u32 begin = 0; begin < num_pairs; begin += warp_size()) {
-      const u32 i = begin + lane_id(), pair = messages[m].pair_begin + i;
-      const i32 local = i < num_pairs ? pair_expert[pair] : -1;
-      u32 total = 0;
-      const u32 before = warp_exclusive_sum(local >= 0, &total);
-      if (i < num_pairs) {
-        pair_position[pair] = local >= 0 ? static_cast<i32>(atomic_add(&cursor[local], 1u)) : -1;
-        at<i32>(args.pair_reply_row)[pair] = local >= 0 ? static_cast<i32>(reply_rows + before) : -1;
-      }
-      reply_rows += total;
-    }
-    if (lane_id() == 0)
-      messages[m].num_reply_rows =
-          messages[m].head.reply_mode == kReplyPerExpert ? reply_rows : messages[m].head.num_rows;
-  }
+  for (u32 m = 0; m < num_messages; ++m)
+    if (messages[m].reason == kReasonOk) place_pairs(args, messages[m]);
 }
 
 // Rows to their places, in pieces spread over the warps of the launch.
