@@ -185,13 +185,12 @@ class GpuServer:
     def _serve(self) -> None:
         try:
             driver = require("cuda.bindings.driver")
-            torch.cuda.set_device(self.target.device)
-            torch.cuda.synchronize(self.target.device)
             # Another thread may be capturing: waiting for an event here is no part of it.
             relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             (error, _) = driver.cuThreadExchangeStreamCaptureMode(relaxed)
             if int(error) != 0:
                 raise ExpertwireError(f"the capture mode of the server's thread: {error.name}")
+            torch.cuda.set_device(self.target.device)
             assert self._graph is not None
             ahead: deque[torch.cuda.Event] = deque()
             with torch.cuda.stream(self.stream):
