@@ -156,7 +156,8 @@ def run_in_place(step: Loopback, *, grid: int = 1, warps: int = 1,
     run(("client_send_direct", step.send_args))
     for s in np.flatnonzero(np.frombuffer(step.batch_size.read(), np.uint32)).tolist():
         server = step.servers[s]
-        run(("server_poll", server.poll), ("server_gather", server.gather), blocks=1)
+        run(("server_poll", server.poll), ("server_group", server.gather), blocks=1)
+        run(("server_gather_rows", server.gather))
         server.run_experts(expert)
         run(("server_reply_in_place", server.reply_args))
         for name in ("recv", "messages", "found", "offsets", "pair_reply_row", "expert_rows"):

@@ -122,8 +122,8 @@ class ClientCombineArgs(ctypes.Structure):
     _fields_ = (
         ("servers", c_uint64), ("tables", RouteTables), ("shape", MessageShape),
         ("output", c_uint64), ("output_stride", c_uint64), ("status", c_uint64),
-        ("timeout_ns", c_uint64), ("seq", c_uint64), ("output_type", c_uint32),
-        ("num_tokens", c_uint32),
+        ("timeout_ns", c_uint64), ("seq", c_uint64), ("failed", c_uint64),
+        ("output_type", c_uint32), ("num_tokens", c_uint32),
     )
 
 
@@ -274,6 +274,8 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "client_combine": ClientCombineArgs,
     "server_poll": ServerPollArgs,
     "server_gather": ServerGatherArgs,
+    "server_group": ServerGatherArgs,
+    "server_gather_rows": ServerGatherArgs,
     "server_reply_ibgda": ServerReplyArgs,
     "server_reply_direct": ServerReplyArgs,
     "server_reply_in_place": ServerReplyArgs,

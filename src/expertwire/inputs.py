@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 from .errors import ConfigError
 from .message import FP8_BLOCK, dtype_of
 from .reference import quantise_fp8
 
+CPU = torch.device("cpu")
 ID_TYPES = (torch.int64, torch.int32)
 
 
@@ -37,10 +40,14 @@ class InputCheck:
     """Checks batches against one model's facts; cheap for those that fit.
 
     model: as the servers give it. max_top_k: experts per row that the slots were made for.
+    device: where the tensors lie.
     """
 
-    def __init__(self, model: dict, max_top_k: int):
-        self.model = model
+    def __init__(
+        self, model: dict, max_top_k: int, device: torch.device = CPU
+    ):
+        self.model, self.device = model, device
+        self._is_here = attrgetter("is_cpu") if device.type == "cpu" else self._is_on_device
         self.dtype = dtype_of(model["dtype"])
         self.hidden_size, self.num_layers = model["hidden_size"], model["num_layers"]
         self.max_top_k = max_top_k
@@ -52,14 +59,17 @@ class InputCheck:
         shape, ids_shape = hidden.shape, ids.shape
         fits = (
             len(shape) == 2 and shape[1] == self.hidden_size
-            and hidden.dtype is self.dtype and hidden.is_cpu
+            and hidden.dtype is self.dtype and self._is_here(hidden)
             and len(ids_shape) == 2 and ids_shape[0] == shape[0] and ids_shape == weights.shape
             and ids.dtype in ID_TYPES and weights.is_floating_point()
-            and ids.is_cpu and weights.is_cpu
+            and self._is_here(ids) and self._is_here(weights)
             and 1 <= ids_shape[1] <= self.max_top_k and 0 <= layer < self.num_layers
         )
         if not fits:
             raise ConfigError(self._problem(layer, hidden, ids, weights))
+
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
 
     def _problem(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -73,8 +83,9 @@ class InputCheck:
                 f"it, or start the servers with --dtype {str(hidden.dtype).removeprefix('torch.')}"
             )
         for what, tensor in (("hidden", hidden), ("topk_ids", ids), ("topk_weights", weights)):
-            if tensor.device.type != "cpu":
-                return f"{what} is on {tensor.device}; this client sends from CPU memory"
+            if not self._is_here(tensor):
+                where = "CPU memory" if self.device.type == "cpu" else str(self.device)
+                return f"{what} is on {tensor.device}; this client sends from {where}"
         if ids.dim() != 2 or ids.shape[0] != hidden.shape[0] or ids.shape != weights.shape:
             return (
                 f"topk_ids and topk_weights must both be [{hidden.shape[0]}, K], not "

@@ -11,6 +11,28 @@ if TYPE_CHECKING:
     from .link import ServerLink
 
 
+def expert_table(
+    shares: Sequence[Sequence[int]], num_experts: int, leaving: Sequence[bool] = ()
+) -> np.ndarray:
+    """Experts of each server -> int32 [num_experts, max_replicas]: servers, -1 ends a row.
+
+    leaving: whether a server is about to leave; it is used only where nobody else holds an expert.
+    """
+    staying: list[list[int]] = [[] for _ in range(num_experts)]
+    going: list[list[int]] = [[] for _ in range(num_experts)]
+    for idx, experts in enumerate(shares):
+        holders = going if leaving and leaving[idx] else staying
+        for expert in experts:
+            if 0 <= expert < num_experts:
+                holders[expert].append(idx)
+    holders = [stay or leave for stay, leave in zip(staying, going, strict=True)]
+    max_replicas = max(1, max((len(h) for h in holders), default=1))
+    table = np.full((max(num_experts, 1), max_replicas), -1, np.int32)
+    for expert, servers in enumerate(holders):
+        table[expert, : len(servers)] = servers
+    return table
+
+
 class RoutingTable:
     """expert -> servers, for the servers that a client is connected to.
 
@@ -22,17 +44,11 @@ class RoutingTable:
         self.epoch = epoch
         self.num_experts = num_experts
         self.links: Sequence[ServerLink] = sorted(links, key=lambda link: link.server_id)
-        holders: list[list[int]] = [[] for _ in range(num_experts)]
-        leaving: list[list[int]] = [[] for _ in range(num_experts)]  # only where nobody stays
-        for idx, link in enumerate(self.links):
-            for expert in link.experts:
-                if 0 <= expert < num_experts:
-                    (leaving if link.draining else holders)[expert].append(idx)
-        holders = [stay or leave for stay, leave in zip(holders, leaving, strict=True)]
-        self.max_replicas = max(1, max((len(h) for h in holders), default=1))
-        self.expert_servers = np.full((max(num_experts, 1), self.max_replicas), -1, np.int32)
-        for expert, servers in enumerate(holders):
-            self.expert_servers[expert, : len(servers)] = servers
+        leaving = [link.draining for link in self.links]
+        self.expert_servers = expert_table(
+            [link.experts for link in self.links], num_experts, leaving
+        )
+        self.max_replicas = self.expert_servers.shape[1]
 
     def missing(self) -> list[int]:
         """Experts that nobody holds."""

@@ -45,3 +45,14 @@ def test_in_place_makes_the_same_messages(name, warp_size, warps, grid):
     assert differences(want, seen) == []
     assert step.arrived.read() == b"\0" * 4, "counters are ready for the next launch"
     assert step.seq.read()[0] == 1
+
+
+def test_what_was_not_computed_is_nan_for_callers_that_do_not_wait():
+    """A combine without a reply: the code goes where the caller looks, the rows become NaN."""
+    target = CpuTarget()
+    step, _ = make_step(target, "one row", timeout_ns=1_000_000)
+    failed = target.alloc(4)
+    step.combine.failed = failed.addr
+    target.prepare([("client_route", step.route), ("client_combine", step.combine)]).run()
+    assert failed.read() == (3).to_bytes(4, "little")
+    assert step.result().isnan().all()

@@ -13,6 +13,8 @@ struct ClientCombineArgs {
   u64 status;         // KernelStatus*
   u64 timeout_ns;
   u64 seq;            // const u64*: seq of the message that is waited for; 0: shape.seq
+  u64 failed;         // u32* in host memory, 0: none. Gets the status code of a problem, for callers that
+                      // do not wait; what was not computed then reads as NaN
   u32 output_type, num_tokens;
 };
 
@@ -39,13 +41,23 @@ EW_DEVICE void wait_reply(const ClientCombineArgs& args, u32 s, u64 seq, u64 dea
     report(status, kBadArgument, kStageCombine, s, expected[s], head.num_rows);
 }
 
+EW_DEVICE void fail(const ClientCombineArgs& args, u32 code) {
+  if (!args.failed) return;
+  if (thread_idx() == 0) store_relaxed(at<u32>(args.failed), code, Scope::kSystem);
+  const u64 row_bytes = static_cast<u64>(args.shape.hidden_size) * data_type_bytes(args.output_type);
+  for (u32 token = global_warp(); token < args.num_tokens; token += all_warps())
+    for (u64 i = lane_id(); i < row_bytes; i += warp_size())
+      at<u8>(args.output + token * args.output_stride)[i] = 0xff;
+}
+
 EW_KERNEL(client_combine, ClientCombineArgs) {
   const u64 deadline = clock_ns() + args.timeout_ns;
   const u64 seq = args.seq ? load_relaxed(at<const u64>(args.seq), Scope::kGpu) : args.shape.seq;
   for (u32 s = thread_idx(); s < args.tables.num_servers; s += block_dim())
     if (at<const u32>(args.tables.batch_size)[s] > 0) wait_reply(args, s, seq, deadline);
   block_sync();
-  if (load_relaxed(&at<KernelStatus>(args.status)->code, Scope::kGpu) != kOk) return;
+  const u32 code = load_relaxed(&at<KernelStatus>(args.status)->code, Scope::kGpu);
+  if (code != kOk) return fail(args, code);
 
   const u32 top_k = args.shape.experts_per_row;
   const u64 row_bytes = static_cast<u64>(args.shape.hidden_size) * data_type_bytes(args.shape.reply_type);

@@ -29,6 +29,49 @@ EW_DEVICE i32 server_of(const ClientRouteArgs& args, i64 expert, u32 token) {
   return num_replicas ? replicas[token % num_replicas] : -1;
 }
 
+struct RouteCount {
+  u32 rows, pairs;
+};
+struct RouteParts {
+  RouteCount part[32];
+};
+
+// One warp: the tokens [first, first + num) of server s, numbered on from `before`; what there is then.
+// write: whether their rows and pairs are noted in the tables.
+EW_DEVICE RouteCount scan_tokens(const ClientRouteArgs& args, u32 s, u32 first, u32 num, RouteCount before,
+                                 bool write) {
+  const i32* pair_server = at<const i32>(args.tables.pair_server);
+  i32* pair_row = at<i32>(args.tables.pair_row);
+  u32* row_token = at<u32>(args.tables.row_token) + static_cast<u64>(s) * args.tables.row_stride;
+  const u32 top_k = args.experts_per_row, end = static_cast<u32>(min_u64(first + num, args.num_tokens));
+  RouteCount sum = before;
+  for (u32 begin = first; begin < end; begin += warp_size()) {
+    const u32 token = begin + lane_id();
+    u32 count = 0;
+    if (token < end)
+      for (u32 k = 0; k < top_k; ++k) count += pair_server[token * top_k + k] == static_cast<i32>(s);
+    // Both running sums in one collective: rows in the low half, pairs in the high half.
+    u32 total = 0;
+    const u32 here = warp_exclusive_sum((count ? 1u : 0u) | (count << 16), &total);
+    if (count && write) {
+      const u32 row = sum.rows + (here & 0xffff);
+      u32 next_pair = sum.pairs + (here >> 16);
+      row_token[row] = token;
+      bool covered = false;
+      for (u32 k = 0; k < top_k; ++k) {
+        if (pair_server[token * top_k + k] != static_cast<i32>(s)) continue;
+        if (args.reply_mode == kReplyPerExpert)
+          pair_row[token * top_k + k] = static_cast<i32>(next_pair++);
+        else if (!covered)
+          pair_row[token * top_k + k] = static_cast<i32>(row);
+        covered = true;
+      }
+    }
+    sum.rows += total & 0xffff, sum.pairs += total >> 16;
+  }
+  return sum;
+}
+
 // One block. count: whether skipped ids are added up (blocks that route beside each other must not).
 EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
   i32* pair_server = at<i32>(args.tables.pair_server);
@@ -49,36 +92,31 @@ EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
   }
   block_sync();
 
-  for (u32 s = warp_id(); s < args.tables.num_servers; s += num_warps()) {
-    u32* row_token = at<u32>(args.tables.row_token) + static_cast<u64>(s) * args.tables.row_stride;
-    u32 rows = 0, pairs = 0;
-    for (u32 begin = 0; begin < args.num_tokens; begin += warp_size()) {
-      const u32 token = begin + lane_id();
-      u32 count = 0;
-      if (token < args.num_tokens)
-        for (u32 k = 0; k < top_k; ++k) count += pair_server[token * top_k + k] == static_cast<i32>(s);
-      // Both running sums in one collective: rows in the low half, pairs in the high half.
-      u32 total = 0;
-      const u32 before = warp_exclusive_sum((count ? 1u : 0u) | (count << 16), &total);
-      if (count) {
-        const u32 row = rows + (before & 0xffff);
-        u32 next_pair = pairs + (before >> 16);
-        row_token[row] = token;
-        bool covered = false;
-        for (u32 k = 0; k < top_k; ++k) {
-          if (pair_server[token * top_k + k] != static_cast<i32>(s)) continue;
-          if (args.reply_mode == kReplyPerExpert)
-            pair_row[token * top_k + k] = static_cast<i32>(next_pair++);
-          else if (!covered)
-            pair_row[token * top_k + k] = static_cast<i32>(row);
-          covered = true;
-        }
-      }
-      rows += total & 0xffff, pairs += total >> 16;
+  // With fewer servers than warps, several warps share a server's tokens: each counts its part first.
+  EW_SHARED(RouteParts, found);
+  const u32 num_servers = args.tables.num_servers, warps = num_warps() < 32 ? num_warps() : 32;
+  const u32 parts = num_servers && warps > num_servers ? warps / num_servers : 1;
+  const u32 part_tokens = ceil_div(ceil_div(args.num_tokens, warp_size()), parts) * warp_size();
+  if (parts > 1) {
+    const u32 unit = warp_id();
+    if (unit < num_servers * parts) {
+      const u32 first = (unit % parts) * part_tokens;
+      const RouteCount count = scan_tokens(args, unit / parts, first, part_tokens, {0, 0}, false);
+      if (lane_id() == 0) found.part[unit] = count;
     }
-    if (lane_id() == 0) {
-      at<u32>(args.tables.batch_size)[s] = rows;
-      at<u32>(args.tables.num_pairs)[s] = pairs;
+    block_sync();
+  }
+  for (u32 unit = warp_id(); unit < num_servers * parts; unit += num_warps()) {
+    const u32 s = unit / parts, p = unit % parts;
+    RouteCount before = {0, 0};
+    for (u32 i = 0; i < p; ++i) {
+      before.rows += found.part[s * parts + i].rows;
+      before.pairs += found.part[s * parts + i].pairs;
+    }
+    const RouteCount count = scan_tokens(args, s, p * part_tokens, part_tokens, before, true);
+    if (p == parts - 1 && lane_id() == 0) {
+      at<u32>(args.tables.batch_size)[s] = count.rows;
+      at<u32>(args.tables.num_pairs)[s] = count.pairs;
     }
   }
 }

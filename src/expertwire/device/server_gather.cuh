@@ -1,5 +1,6 @@
 // Gather: the rows of a batch, grouped by expert (counting sort over pairs), copied side by side
 // for the grouped GEMM. Ids are read from the client's memory once and checked as they are read.
+// One block does both (server_gather), or one groups and many copy.
 #pragma once
 
 #include "server_state.cuh"
@@ -40,13 +41,62 @@ EW_DEVICE void read_experts(const ServerGatherArgs& args, ServerMessage& message
   }
 }
 
-EW_KERNEL(server_gather, ServerGatherArgs) {
-  const u32 num_messages = *at<const u32>(args.num_messages);
-  ServerMessage* messages = at<ServerMessage>(args.messages);
+// Exclusive sum of the counts, each busy expert given its places; by one warp.
+EW_DEVICE void place_experts(const ServerGatherArgs& args) {
   u32* offsets = at<u32>(args.expert_offsets);
   u32* cursor = at<u32>(args.cursor);
+  // The layer means something only if a message was taken, and then some expert may have rows.
+  u64* expert_rows = at<u64>(args.expert_rows) + static_cast<u64>(*at<const u32>(args.layer)) * args.num_local;
+  u32 sum = 0;
+  for (u32 begin = 0; begin < args.num_local; begin += warp_size()) {
+    const u32 e = begin + lane_id();
+    const u32 count = e < args.num_local ? cursor[e] : 0;
+    u32 total = 0;
+    const u32 before = sum + warp_exclusive_sum(count == 0 ? 0 : count < args.min_rows ? args.min_rows : count, &total);
+    if (count > 0) expert_rows[e] += count;
+    if (e < args.num_local) offsets[e] = cursor[e] = before;
+    sum += total;
+  }
+  if (lane_id() == 0) offsets[args.num_local] = sum;
+}
+
+struct WarpTotals {
+  u32 pairs[32];  // of each warp of the block
+};
+
+// One block, a pair a thread: its place among the gathered rows, its row in a per-expert reply, which
+// is the number of the message's pairs before it that are served here.
+EW_DEVICE void place_pairs(const ServerGatherArgs& args, ServerMessage& message) {
+  EW_SHARED(WarpTotals, totals);
+  const u32 num_pairs = message.head.num_rows * message.head.experts_per_row;
+  u32 reply_rows = 0;  // of the pairs before this round's
+  for (u32 begin = 0; begin < num_pairs; begin += block_dim()) {
+    const u32 i = begin + thread_idx(), pair = message.pair_begin + i;
+    const i32 local = i < num_pairs ? at<const i32>(args.pair_expert)[pair] : -1;
+    u32 total = 0;
+    u32 before = reply_rows + warp_exclusive_sum(local >= 0, &total);
+    if (lane_id() == 0) totals.pairs[warp_id()] = total;
+    block_sync();
+    for (u32 w = 0; w < num_warps(); ++w) {
+      if (w < warp_id()) before += totals.pairs[w];
+      reply_rows += totals.pairs[w];
+    }
+    block_sync();  // everybody has read the totals before they are set again
+    if (i >= num_pairs) continue;
+    at<i32>(args.pair_position)[pair] =
+        local >= 0 ? static_cast<i32>(atomic_add(&at<u32>(args.cursor)[local], 1u)) : -1;
+    at<i32>(args.pair_reply_row)[pair] = local >= 0 ? static_cast<i32>(before) : -1;
+  }
+  if (thread_idx() == 0)
+    message.num_reply_rows = message.head.reply_mode == kReplyPerExpert ? reply_rows : message.head.num_rows;
+}
+
+// One block: expert_offsets, pair_position, pair_reply_row, and each message's number of reply rows.
+EW_DEVICE void group_pairs(const ServerGatherArgs& args) {
+  const u32 num_messages = *at<const u32>(args.num_messages);
+  ServerMessage* messages = at<ServerMessage>(args.messages);
+  u32* cursor = at<u32>(args.cursor);
   i32* pair_expert = at<i32>(args.pair_expert);
-  i32* pair_position = at<i32>(args.pair_position);
   for (u32 e = thread_idx(); e < args.num_local; e += block_dim()) cursor[e] = 0;
   for (u32 m = 0; m < num_messages; ++m)
     if (messages[m].reason == kReasonOk) read_experts(args, messages[m]);
@@ -61,42 +111,16 @@ EW_KERNEL(server_gather, ServerGatherArgs) {
     }
   }
   block_sync();
-  if (thread_idx() == 0) {
-    // The layer means something only if a message was taken, and then some expert may have rows.
-    u64* expert_rows = at<u64>(args.expert_rows) + static_cast<u64>(*at<const u32>(args.layer)) * args.num_local;
-    u32 sum = 0;
-    for (u32 e = 0; e < args.num_local; ++e) {
-      offsets[e] = sum;
-      if (cursor[e] > 0) {
-        expert_rows[e] += cursor[e];
-        sum += cursor[e] < args.min_rows ? args.min_rows : cursor[e];
-      }
-      cursor[e] = offsets[e];
-    }
-    offsets[args.num_local] = sum;
-  }
+  if (warp_id() == 0) place_experts(args);
   block_sync();
-  for (u32 m = warp_id(); m < num_messages; m += num_warps()) {
-    if (messages[m].reason != kReasonOk) continue;
-    const u32 num_pairs = messages[m].head.num_rows * messages[m].head.experts_per_row;
-    u32 reply_rows = 0;
-    for (u32 begin = 0; begin < num_pairs; begin += warp_size()) {
-      const u32 i = begin + lane_id(), pair = messages[m].pair_begin + i;
-      const i32 local = i < num_pairs ? pair_expert[pair] : -1;
-      u32 total = 0;
-      const u32 before = warp_exclusive_sum(local >= 0, &total);
-      if (i < num_pairs) {
-        pair_position[pair] = local >= 0 ? static_cast<i32>(atomic_add(&cursor[local], 1u)) : -1;
-        at<i32>(args.pair_reply_row)[pair] = local >= 0 ? static_cast<i32>(reply_rows + before) : -1;
-      }
-      reply_rows += total;
-    }
-    if (lane_id() == 0)
-      messages[m].num_reply_rows =
-          messages[m].head.reply_mode == kReplyPerExpert ? reply_rows : messages[m].head.num_rows;
-  }
-  block_sync();
+  for (u32 m = 0; m < num_messages; ++m)
+    if (messages[m].reason == kReasonOk) place_pairs(args, messages[m]);
+}
 
+// Rows to their places, in pieces spread over the warps of the launch.
+EW_DEVICE void copy_rows(const ServerGatherArgs& args) {
+  const u32 num_messages = *at<const u32>(args.num_messages);
+  const ServerMessage* messages = at<const ServerMessage>(args.messages);
   for (u32 m = 0; m < num_messages; ++m) {
     if (messages[m].reason != kReasonOk) continue;
     const BufferHead& head = messages[m].head;
@@ -105,15 +129,26 @@ EW_KERNEL(server_gather, ServerGatherArgs) {
     const u64 scales = head.scale_block ? ceil_div(head.hidden_size, head.scale_block) : 0;
     const RequestLayout layout = request_layout(head.num_rows, head.experts_per_row, row_bytes, scales);
     const u32 num_pairs = head.num_rows * head.experts_per_row;
-    for (u32 i = warp_id(); i < num_pairs; i += num_warps()) {
-      const i32 position = pair_position[messages[m].pair_begin + i];
+    const u32 pieces = static_cast<u32>((row_bytes + copy_piece() - 1) / copy_piece());
+    for (u64 item = global_warp(); item < static_cast<u64>(num_pairs) * pieces; item += all_warps()) {
+      const u32 i = static_cast<u32>(item / pieces), piece = static_cast<u32>(item % pieces);
+      const i32 position = at<const i32>(args.pair_position)[messages[m].pair_begin + i];
       if (position < 0) continue;
-      const u64 row = i / head.experts_per_row;
-      warp_copy(at<u8>(args.gathered + static_cast<u64>(position) * row_bytes),
-                at<const u8>(slot.recv_addr + layout.hidden_offset + row * row_bytes), row_bytes);
-      if (scales)
+      const u64 row = i / head.experts_per_row, begin = piece * copy_piece();
+      warp_copy(at<u8>(args.gathered + static_cast<u64>(position) * row_bytes + begin),
+                at<const u8>(slot.recv_addr + layout.hidden_offset + row * row_bytes + begin),
+                min_u64(row_bytes - begin, copy_piece()));
+      if (scales && piece == 0)
         warp_copy(at<u8>(args.gathered_scales + static_cast<u64>(position) * scales * 4),
                   at<const u8>(slot.recv_addr + layout.scales_offset + row * scales * 4), scales * 4);
     }
   }
 }
+
+EW_KERNEL(server_gather, ServerGatherArgs) {
+  group_pairs(args);
+  block_sync();
+  copy_rows(args);
+}
+EW_KERNEL(server_group, ServerGatherArgs) { group_pairs(args); }
+EW_KERNEL(server_gather_rows, ServerGatherArgs) { copy_rows(args); }

@@ -32,6 +32,8 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_combine, ClientCombineArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
+    EW_ENTRY(server_group, ServerGatherArgs),
+    EW_ENTRY(server_gather_rows, ServerGatherArgs),
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),

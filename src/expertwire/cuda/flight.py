@@ -1,0 +1,115 @@
+"""One slot of a GPU client: tables, arguments and launches of a message there and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..device_structs import (
+    ClientCombineArgs,
+    ClientPackArgs,
+    ClientRouteArgs,
+    ClientSendArgs,
+    MessageShape,
+    RouteTables,
+)
+from ..target import Runnable
+
+if TYPE_CHECKING:
+    from .client import GpuClient
+
+WARPS = 8
+MAX_BLOCKS = 128
+SEND_PIECE, COMBINE_PIECE = 2048, 1024  # bytes, elements that a warp takes (target_gpu.cuh)
+
+
+def num_blocks(num_pieces: int) -> int:
+    """As many blocks as pieces keep busy, within bounds."""
+    return max(1, min(-(-num_pieces // WARPS), MAX_BLOCKS))
+
+
+class GpuFlight:
+    """The sequence number lives on the GPU, so a captured launch is right in every replay."""
+
+    def __init__(self, client: GpuClient, slot_idx: int):
+        target, shape, num_servers = client.target, client.shape, len(client.peers)
+        self.free = True
+        self._target = target
+        self._row_bytes = shape.hidden_size * client.dtype.itemsize
+        max_pairs = shape.max_rows * shape.experts_per_row
+        self._memory = [
+            target.place(client.slot_entries(slot_idx)), target.alloc(num_servers * 4),
+            target.alloc(num_servers * 4), target.alloc(num_servers * shape.max_rows * 4),
+            target.alloc(max_pairs * 4), target.alloc(max_pairs * 4), target.alloc(8),
+            target.alloc(4),
+        ]
+        servers, batch_size, num_pairs, row_token, pair_server, pair_row, seq, arrived = (
+            block.addr for block in self._memory
+        )
+        tables = RouteTables(
+            batch_size=batch_size, num_pairs=num_pairs, row_token=row_token,
+            pair_server=pair_server, pair_row=pair_row, row_stride=shape.max_rows,
+            num_servers=num_servers,
+        )
+        message = MessageShape(
+            hidden_size=shape.hidden_size, num_experts=client.num_experts,
+            data_type=client.data_type, reply_mode=shape.reply_mode, reply_type=client.data_type,
+            client_id=client.client_id,
+        )
+        counts = client.counts.addr
+        self._send = ClientSendArgs(
+            route=ClientRouteArgs(
+                expert_servers=client.expert_servers.addr, tables=tables, num_skipped=counts,
+                missing_expert=counts + 8, num_experts=client.num_experts,
+                max_replicas=client.max_replicas, reply_mode=shape.reply_mode,
+            ),
+            pack=ClientPackArgs(
+                servers=servers, tables=tables, shape=message, missing_expert=counts + 8
+            ),
+            seq=seq, arrived=arrived,
+        )
+        self._combine = ClientCombineArgs(
+            servers=servers, tables=tables, shape=message, status=client.status.addr, seq=seq,
+            failed=client.failed_addr, timeout_ns=int(client.timeout * 1e9),
+            output_type=client.data_type,
+        )
+        # Views of the nested structures: making one costs more than using it.
+        self._route, self._pack = self._send.route, self._send.pack
+        self._shapes = self._pack.shape, self._combine.shape
+        self._launches: dict[tuple[str, int], Runnable] = {}
+        self._num_tokens = 0
+
+    def launch_send(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Route, pack and flag of a checked batch; rows are dense, weights float32."""
+        num_tokens, top_k = ids.shape
+        self._num_tokens = num_tokens
+        for shape in self._shapes:
+            shape.layer, shape.experts_per_row = layer, top_k
+        route, pack = self._route, self._pack
+        route.topk_ids = pack.topk_ids = ids.data_ptr()
+        route.ids_stride = pack.ids_stride = ids.stride(0)
+        route.id_bytes = pack.id_bytes = ids.itemsize
+        route.num_tokens, route.experts_per_row = num_tokens, top_k
+        pack.hidden, pack.hidden_stride = hidden.data_ptr(), hidden.stride(0) * hidden.itemsize
+        pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)
+        pieces = num_tokens * -(-self._row_bytes // SEND_PIECE)
+        self._launch("client_send_direct", self._send, num_blocks(pieces)).run()
+
+    def launch_combine(self, output: torch.Tensor) -> None:
+        """Waits on the GPU for the replies and sums them into output [T, H]."""
+        combine = self._combine
+        combine.output = output.data_ptr()
+        combine.output_stride = output.stride(0) * output.itemsize
+        combine.num_tokens = self._num_tokens
+        pieces = self._num_tokens * -(-output.shape[1] // COMBINE_PIECE)
+        self._launch("client_combine", combine, num_blocks(pieces)).run()
+
+    def _launch(self, name: str, args: ClientSendArgs | ClientCombineArgs, grid: int) -> Runnable:
+        launch = self._launches.get((name, grid))
+        if launch is None:
+            launch = self._target.prepare([(name, args)], grid=grid, warps=WARPS)
+            self._launches[name, grid] = launch
+        return launch

@@ -1,0 +1,107 @@
+"""Client and server in one process on one GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..message import ReplyMode, SlotShape
+from .client import GpuClient, GpuHandle, Peer
+from .experts import GpuExperts
+from .server import GpuServer
+
+CLIENT_ID = 1
+WAIT_US = 200.0  # of one pass on the server's own stream: how long synchronising may take longer
+
+
+class LocalExperts:
+    """The experts of a model behind a server on the same GPU.
+
+    experts: all experts of the model. top_k: the most experts per token. max_rows: rows per
+    message; a larger batch goes as several. num_slots: batches in flight. batch_invariant: replies
+    hold a row per expert, summed in the token's own order by the client; else a row per token.
+    own_stream: the server works on a stream of its own, relaunched by a thread, so that its work
+    overlaps with the caller's; else its kernels follow each batch on the caller's stream. With
+    it, set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts: a stream that waits must not hold up
+    another. timeout: seconds that a batch may take.
+
+    `moe` may be captured in CUDA graphs. Make this object before the capture.
+    """
+
+    def __init__(
+        self, experts: GpuExperts, top_k: int, *, max_rows: int = 512, num_slots: int = 2,
+        batch_invariant: bool = True, own_stream: bool = False, timeout: float = 2.0,
+    ):
+        if torch.cuda.is_current_stream_capturing():
+            raise ConfigError("LocalExperts compiles and warms up when it is made, which a CUDA "
+                              "graph capture cannot hold: make it before the capture")
+        num_experts = len(experts.experts)
+        self.experts, self.own_stream = experts, own_stream
+        self.model_info = {
+            "name": experts.name, "num_layers": experts.num_layers, "top_k": top_k,
+            "hidden_size": experts.hidden_size, "num_experts": num_experts,
+            "dtype": str(experts.dtype).removeprefix("torch."),
+        }
+        shape = SlotShape(
+            num_slots=num_slots, max_rows=max_rows, experts_per_row=top_k,
+            hidden_size=experts.hidden_size, element_bytes=experts.dtype.itemsize, fp8=False,
+            reply_mode=ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM,
+            reply_element_bytes=experts.dtype.itemsize,
+        )
+        with torch.cuda.device(experts.device):
+            self.server = GpuServer(
+                experts, num_experts, shape, wait_us=WAIT_US if own_stream else 0.0
+            )
+            slots = [self.server.request_addr(i) for i in range(num_slots)]
+            self.client = GpuClient(
+                self.model_info, [Peer(0, experts.experts, slots)], shape, experts.device,
+                client_id=CLIENT_ID, timeout=timeout,
+                after_send=None if own_stream else self.server.enqueue,
+            )
+            self.server.connect(CLIENT_ID, self.client.reply_addrs(0))
+            # One batch there and back, so that nothing is loaded or compiled later.
+            if own_stream:
+                self.server.start()
+            hidden = torch.zeros(1, experts.hidden_size, dtype=experts.dtype, device=experts.device)
+            ids = torch.zeros(1, top_k, dtype=torch.int64, device=experts.device)
+            self.moe(0, hidden, ids, torch.zeros_like(ids, dtype=torch.float32))
+            self.check()
+
+    @classmethod
+    def from_model(cls, model: Any, **options: Any) -> LocalExperts:
+        """All experts of a transformers model that is on a GPU; the weights are shared.
+
+        Then `expertwire.transformers.attach(model, experts)` makes the model use them. options: of
+        this class. Raises CheckpointError, ConfigError.
+        """
+        top_k = model.config.get_text_config().num_experts_per_tok
+        return cls(GpuExperts.from_model(model), top_k, **options)
+
+    def moe(
+        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """One MoE layer on the current stream, see `GpuClient.moe`."""
+        return self.client.moe(layer, hidden, topk_ids, topk_weights)
+
+    def dispatch(
+        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> GpuHandle:
+        """Sends a batch; `combine` of what it returns is the result. See `GpuClient.dispatch`."""
+        return self.client.dispatch(layer, hidden, topk_ids, topk_weights)
+
+    def check(self) -> None:
+        """Waits for the current stream and raises what went wrong, see `GpuClient.check`."""
+        self.server.check()
+        self.client.check()
+
+    def close(self) -> None:
+        """Ends the server's passes. Idempotent."""
+        self.server.close()
+
+    def __enter__(self) -> LocalExperts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
