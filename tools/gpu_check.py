@@ -26,7 +26,7 @@ ENV = {
     "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
     "EXPERTWIRE_LIBRARY": str(BUILD / "libexpertwire.so"), "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=60", "-rfE"]
+PYTEST = ["-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--timeout=60", "-rfE"]
 SANITIZED = "(every_byte or in_place or two_graphs or entries) and not decode and not 64"
 
 # Fails where there is no GPU: the tests would only be skipped.

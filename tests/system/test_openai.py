@@ -146,8 +146,9 @@ def test_chat_without_continuous_batching(local_texts):
         assert stack.api.process.wait(20) == 130
 
 
-@pytest.mark.parametrize("options", [[], ["--no-continuous-batching"]])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code", "options"), [
+    (signal.SIGTERM, 143, []), (signal.SIGINT, 130, ["--no-continuous-batching"]),
+])
 def test_ends_in_time_in_the_middle_of_an_answer(number, code, options):
     """A client reads slowly what would go on for minutes; nothing stays of the processes."""
     with ChildGroup() as children:
