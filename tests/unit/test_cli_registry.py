@@ -24,7 +24,7 @@ from expertwire.membership import Lease, ask
 from expertwire.registry import Registry
 from expertwire.status import expert_ranges
 
-MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 16}
+MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 16, "dtype": "float32"}
 START_SECONDS = 20.0  # generous: a loaded machine is no failure
 
 

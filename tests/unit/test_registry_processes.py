@@ -18,7 +18,7 @@ from expertwire.errors import WaitTimeout
 from expertwire.membership import Lease, Members, Membership
 from expertwire.registry import Registry
 
-MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 2}
+MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 2, "dtype": "float32"}
 SERVER = (
     "import sys, time; from expertwire.membership import Lease; "
     "lease = Lease(sys.argv[1], sys.argv[2].encode(), {'name': 'k', 'address': 'x', 'pid': 1, "
