@@ -60,7 +60,8 @@ class GpuClient:
     model: name, num_layers, hidden_size, num_experts, top_k and dtype, as servers give it. peers:
     the servers; together they hold every expert. shape: of the connections. timeout: seconds that
     a combine waits for replies before its rows become NaN. after_send: called after each send,
-    for a server that is to work on the caller's stream.
+    for a server that is to work on the caller's stream. waits_apart: servers are on the same GPU,
+    on streams of their own, so few blocks may wait for them.
 
     Calls that share a client are ordered by the caller: one stream, or events between streams.
     Not for several threads at once.
@@ -69,6 +70,7 @@ class GpuClient:
     def __init__(
         self, model: dict, peers: Sequence[Peer], shape: SlotShape, device: torch.device, *,
         client_id: int = 1, timeout: float = 2.0, after_send: Callable[[], None] | None = None,
+        waits_apart: bool = False,
     ):
         if torch.cuda.is_current_stream_capturing():
             raise ConfigError("a client cannot be made while a CUDA graph is being captured: make "
@@ -78,6 +80,7 @@ class GpuClient:
         self.dtype = dtype_of(model["dtype"])
         self.data_type, self.client_id = DATA_TYPES[self.dtype], client_id
         self.num_experts, self.timeout = model["num_experts"], timeout
+        self.waits_apart = waits_apart
         table = expert_table([peer.experts for peer in peers], self.num_experts)
         if missing := np.flatnonzero(table[:, 0] < 0).tolist():
             raise ConfigError(f"no server holds experts {missing}")

@@ -21,7 +21,7 @@ from ..device_structs import (
     ServerSlot,
 )
 from ..errors import ConfigError, ExpertwireError
-from ..message import DATA_TYPES, SlotShape
+from ..message import DATA_TYPES, ReplyMode, SlotShape
 from ..target import GpuTarget
 from .compile import require
 from .experts import GpuExperts
@@ -69,6 +69,9 @@ class GpuServer:
         self._gathered = torch.zeros(rows, dtype=experts.dtype, device=experts.device)
         self._output = torch.zeros_like(self._gathered)
         self._middle = experts.workspace(self.max_pairs)
+        self.tiles = experts.choose_tiles(
+            slots * shape.max_rows, batch_invariant=shape.reply_mode == ReplyMode.PER_EXPERT
+        )
         self._make_args(num_experts, server_id, int(wait_us * 1000))
         blocks = self._blocks()
         self._launch_take = target.prepare(
@@ -163,7 +166,7 @@ class GpuServer:
         self._launch_take.run()
         layer = self._found.tensor[12:16].view(torch.int32)
         offsets = self._offsets.tensor.view(torch.int32)
-        self.experts.run(layer, self._gathered, offsets, self._middle, self._output)
+        self.experts.run(layer, self._gathered, offsets, self._middle, self._output, self.tiles)
         self._launch_reply.run()
 
     def enqueue(self) -> None:
