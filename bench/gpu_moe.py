@@ -54,6 +54,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def graph_us(body: Callable[[], Any], replays: int) -> tuple[float, float]:
     """(median, 99th percentile) microseconds of one replay of what `body` enqueues."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.inference_mode():
         body()
         stream.synchronize()
