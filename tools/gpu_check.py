@@ -47,7 +47,7 @@ def steps(python: str) -> dict[str, tuple[float, list[list[str]]]]:
         "build": (180, [configure, ["cmake", "--build", str(BUILD), "-j"]]),
         "gpu": (60, [["nvidia-smi"], [python, "-c", GPU_FACTS]]),
         "compile": (200, [[python, "-m", "expertwire", "compile", "--json"]]),
-        "test": (300, [[python, *PYTEST, "tests/gpu", "--maxfail=20"]]),
+        "test": (420, [[python, *PYTEST, "tests/gpu", "--maxfail=20"]]),
         "hca": (120, [[python, *PYTEST, "tests/conformance", "-k", "gpu", "--maxfail=20"]]),
         "bench": (240, [[python, "bench/gpu_trip.py"]]),
         "moe": (240, [[python, "bench/gpu_moe.py"]]),

@@ -321,6 +321,16 @@ def load_experts(
     dtype: of the weights in memory; default as the checkpoint says. progress(done, total) gets
     bytes. Raises CheckpointError naming file and tensor, ConfigError for ids that do not exist.
     """
+    layers, ids, info = load_parts(path, experts, dtype=dtype, progress=progress)
+    loaded = [ExpertLayer(module, parts) for module, parts in layers]
+    return ExpertShard(loaded, ids, info.hidden_size, dtype_of(info.dtype))
+
+
+def load_parts(
+    path: str | Path, experts: Sequence[int] | None, *, dtype: str | torch.dtype | None,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[tuple[Any, dict[str, torch.Tensor]]], list[int], ModelInfo]:
+    """(each layer's module and parameters, ids, facts with the dtype), as `load_experts` says."""
     config = read_config(path)
     found = survey(path, config)
     info = _info(path, config, found)
@@ -348,8 +358,8 @@ def load_experts(
                     progress(done, total)
         for name in parts:
             delattr(module, name)
-        loaded.append(ExpertLayer(module, parts))
-    return ExpertShard(loaded, wanted, info.hidden_size, target)
+        loaded.append((module, parts))
+    return loaded, wanted, dataclasses.replace(info, dtype=str(target).removeprefix("torch."))
 
 
 def _layer_elements(module: torch.nn.Module) -> int:
