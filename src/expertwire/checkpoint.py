@@ -158,9 +158,7 @@ class WeightReader(contextlib.ExitStack):
         super().__init__()
         self._open: dict[Path, Any] = {}
 
-    def read(
-        self, place: TensorPlace, expert: int, shape: tuple[int, ...] | None
-    ) -> torch.Tensor:
+    def read(self, place: TensorPlace, expert: int, shape: tuple[int, ...] | None) -> torch.Tensor:
         """One expert's tensor, from the map; of this shape, unless that is not known (None).
 
         Raises CheckpointError naming file and tensor.
@@ -169,10 +167,8 @@ class WeightReader(contextlib.ExitStack):
             self._open[place.file] = self.enter_context(open_weights(place.file))
         tensors = self._open[place.file]
         try:
-            if place.fused:
-                data = tensors.get_slice(place.name)[expert]
-            else:
-                data = tensors.get_tensor(place.name)
+            data = (tensors.get_slice(place.name)[expert] if place.fused
+                    else tensors.get_tensor(place.name))
         except (SafetensorError, OSError, IndexError) as err:
             raise CheckpointError(f"{place.file}: tensor {place.name}: {err}") from err
         if shape is not None and tuple(data.shape) != shape:

@@ -1,4 +1,4 @@
-"""`expertwire serve --device`: what is no device, or not there, is said before anything is loaded."""
+"""`expertwire serve --device`: what is no device, or not there, is said before loading anything."""
 
 from __future__ import annotations
 
