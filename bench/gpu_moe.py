@@ -9,7 +9,8 @@ random weights, ids drawn uniformly without repetition, fresh for each layer.
     experts   the two products and the gate alone, on rows that are grouped already:
               ours for several tile geometries, torch's grouped_mm, a loop of torch.mm per expert;
               "of floor" is the time of reading the busy experts' weights at the copy bandwidth
-              measured here, divided by ours
+              measured here, divided by ours; "same bits": tiles whose results are those of the
+              first, bit by bit
     layer     hidden rows in, summed rows out: LocalExperts on the caller's stream, with sums at
               the server, on its own stream; transformers' grouped_mm, eager and (few rows only)
               batched_mm experts
@@ -36,7 +37,7 @@ import torch
 import transformers
 from transformers.integrations import moe as builtin
 
-from expertwire.cuda.experts import GpuExperts, Tiles
+from expertwire.cuda.experts import ANY, GpuExperts, Tiles
 from expertwire.cuda.local import LocalExperts
 
 TILES = {
@@ -44,6 +45,8 @@ TILES = {
     "16x128x64": Tiles(outputs=128, inputs=64), "16x64x128w8": Tiles(warps=8, stages=3),
     "32x64x128": Tiles(rows=32, stages=3), "64x64x64": Tiles(rows=64, inputs=64),
     "64x128x64w8": Tiles(rows=64, outputs=128, inputs=64, warps=8, stages=3),
+    "16|64x64x64": ANY, "16|64x64x64w2": Tiles(rows=64, inputs=64, warps=2, few_rows=16),
+    "16|32x64x128": Tiles(rows=32, stages=3, few_rows=16),
 }
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -51,6 +54,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def graph_us(body: Callable[[], Any], replays: int) -> tuple[float, float]:
     """(median, 99th percentile) microseconds of one replay of what `body` enqueues."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.inference_mode():
         body()
         stream.synchronize()
@@ -148,14 +152,18 @@ def experts_alone(
             layer.run_loop(experts)
 
     found: dict[str, Any] = {}
+    first, same = None, []
     for name, tiles in (TILES if options.tiles else {"16x64x128": Tiles()}).items():
         found[name] = graph_us(lambda tiles=tiles: ours(tiles), options.replays)[0]
+        output = layers[0].output.clone()
+        first = output if first is None else first
+        same += [name] if torch.equal(output, first) else []
     found["grouped_mm"] = graph_us(library, options.replays)[0]
     found["loop"] = graph_us(loop, options.replays)[0]
     found = {name: round(us / options.layers, 1) for name, us in found.items()}
     expert_bytes = experts.num_bytes() / (options.layers * options.experts)
     busy = statistics.mean(layer.num_busy for layer in layers)
-    found["busy_experts"] = busy
+    found["busy_experts"], found["same bits"] = busy, same
     found["floor"] = round(busy * expert_bytes / bandwidth, 1)
     return found
 

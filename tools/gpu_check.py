@@ -1,6 +1,6 @@
-"""One command for a machine with a GPU: builds, compiles, runs tests/gpu, times the trip.
+"""One command for a machine with a GPU: builds, compiles, runs tests/gpu, times trips and layers.
 
-    python3 tools/gpu_check.py [--out DIR] [--steps gpu,build,compile,test,hca,bench,moe,sanitize]
+    python3 tools/gpu_check.py [--out DIR] [--steps gpu,build,compile,test,hca,bench,moe,...]
 
 Needs cmake, a C++ compiler, torch with CUDA, cuda-core and pytest; no network. Every step has a
 time limit and is ended with all its processes when it is over. Logs go to DIR. The last line is
@@ -47,10 +47,11 @@ def steps(python: str) -> dict[str, tuple[float, list[list[str]]]]:
         "build": (180, [configure, ["cmake", "--build", str(BUILD), "-j"]]),
         "gpu": (60, [["nvidia-smi"], [python, "-c", GPU_FACTS]]),
         "compile": (200, [[python, "-m", "expertwire", "compile", "--json"]]),
-        "test": (300, [[python, *PYTEST, "tests/gpu", "--maxfail=20"]]),
+        "test": (420, [[python, *PYTEST, "tests/gpu", "--maxfail=20"]]),
         "hca": (120, [[python, *PYTEST, "tests/conformance", "-k", "gpu", "--maxfail=20"]]),
         "bench": (240, [[python, "bench/gpu_trip.py"]]),
         "moe": (240, [[python, "bench/gpu_moe.py"]]),
+        "overlap": (120, [[python, "bench/gpu_overlap.py"]]),
         "sanitize": (300, [
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", python, *PYTEST,
              "tests/gpu", "-k", SANITIZED, "--timeout=250"] for tool in ("memcheck", "racecheck")
@@ -98,8 +99,8 @@ def run_step(name: str, limit: float, commands: list[list[str]], out: Path) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=BUILD, help="folder for logs")
-    parser.add_argument("--steps", default="gpu,build,compile,test,hca,bench,moe",
-                        help="what to run, in order")
+    parser.add_argument("--steps", default="gpu,build,compile,test,hca,bench,moe,overlap",
+                        help="what to run, in order; there is also sanitize")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     table = steps(sys.executable)

@@ -158,9 +158,7 @@ class WeightReader(contextlib.ExitStack):
         super().__init__()
         self._open: dict[Path, Any] = {}
 
-    def read(
-        self, place: TensorPlace, expert: int, shape: tuple[int, ...] | None
-    ) -> torch.Tensor:
+    def read(self, place: TensorPlace, expert: int, shape: tuple[int, ...] | None) -> torch.Tensor:
         """One expert's tensor, from the map; of this shape, unless that is not known (None).
 
         Raises CheckpointError naming file and tensor.
@@ -169,10 +167,8 @@ class WeightReader(contextlib.ExitStack):
             self._open[place.file] = self.enter_context(open_weights(place.file))
         tensors = self._open[place.file]
         try:
-            if place.fused:
-                data = tensors.get_slice(place.name)[expert]
-            else:
-                data = tensors.get_tensor(place.name)
+            data = (tensors.get_slice(place.name)[expert] if place.fused
+                    else tensors.get_tensor(place.name))
         except (SafetensorError, OSError, IndexError) as err:
             raise CheckpointError(f"{place.file}: tensor {place.name}: {err}") from err
         if shape is not None and tuple(data.shape) != shape:
@@ -321,6 +317,16 @@ def load_experts(
     dtype: of the weights in memory; default as the checkpoint says. progress(done, total) gets
     bytes. Raises CheckpointError naming file and tensor, ConfigError for ids that do not exist.
     """
+    layers, ids, info = load_parts(path, experts, dtype=dtype, progress=progress)
+    loaded = [ExpertLayer(module, parts) for module, parts in layers]
+    return ExpertShard(loaded, ids, info.hidden_size, dtype_of(info.dtype))
+
+
+def load_parts(
+    path: str | Path, experts: Sequence[int] | None, *, dtype: str | torch.dtype | None,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[tuple[Any, dict[str, torch.Tensor]]], list[int], ModelInfo]:
+    """(each layer's module and parameters, ids, facts with the dtype), as `load_experts` says."""
     config = read_config(path)
     found = survey(path, config)
     info = _info(path, config, found)
@@ -348,8 +354,8 @@ def load_experts(
                     progress(done, total)
         for name in parts:
             delattr(module, name)
-        loaded.append(ExpertLayer(module, parts))
-    return ExpertShard(loaded, wanted, info.hidden_size, target)
+        loaded.append((module, parts))
+    return loaded, wanted, dataclasses.replace(info, dtype=str(target).removeprefix("torch."))
 
 
 def _layer_elements(module: torch.nn.Module) -> int:

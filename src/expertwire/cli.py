@@ -109,6 +109,8 @@ def serve(
     = None,
     batch_invariant: Annotated[bool, typer.Option(help="same bits whatever else is in a batch")]
     = True,
+    device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
+                                        "host: cuda.remote.RemoteExperts")] = "cpu",
 ) -> None:
     """Serve some experts of a model."""
     from .config import ServerConfig
@@ -119,6 +121,7 @@ def serve(
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
         config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant),
+        device=device,
     )
     server.start()
     stop_on_signals(server.close)

@@ -271,6 +271,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "client_put_direct": ClientPutArgs,
     "client_put_sequential": ClientPutArgs,
     "client_send_direct": ClientSendArgs,
+    "client_wait": ClientCombineArgs,
     "client_combine": ClientCombineArgs,
     "server_poll": ServerPollArgs,
     "server_gather": ServerGatherArgs,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from expertwire.cuda.experts import GpuExperts, Tiles, Weights
+from expertwire.cuda.experts import ANY, FEW, INVARIANT, GpuExperts, Tiles, Weights
 from expertwire.plain_experts import PlainExperts
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -32,11 +32,11 @@ def make_experts(hidden: int, middle: int, dtype: torch.dtype, num: int = len(CO
     return GpuExperts(modules, parts, range(num))
 
 
-def run(experts: GpuExperts, layer: int, rows: torch.Tensor, offsets: torch.Tensor
-        ) -> torch.Tensor:
+def run(experts: GpuExperts, layer: int, rows: torch.Tensor, offsets: torch.Tensor,
+        tiles: Tiles | None = None) -> torch.Tensor:
     output = torch.full_like(rows, float("nan"))
     where = torch.tensor([layer], dtype=torch.int32, device="cuda")
-    experts.run(where, rows, offsets, experts.workspace(rows.shape[0]), output)
+    experts.run(where, rows, offsets, experts.workspace(rows.shape[0]), output, tiles)
     return output
 
 
@@ -69,6 +69,27 @@ def test_experts_against_float64(gpu, dtype, hidden, middle):
         assert got[count:].isnan().all(), "rows of no expert stay as they are"
 
 
+@pytest.mark.parametrize("tiles", [FEW, INVARIANT, ANY], ids=str)
+@pytest.mark.parametrize("counts", [COUNTS, [16, 17, 0, 65, 0, 1, 0, 15]], ids=str)
+def test_tiles_against_float64(gpu, tiles, counts):
+    """Experts with few rows beside ones with many, at the bound between the two."""
+    experts, offsets = make_experts(256, 192, torch.bfloat16), offsets_of(counts)
+    count = sum(counts)
+    rows = torch.randn(count + 70, 256, device="cuda").bfloat16()
+    got = run(experts, 1, rows, offsets, tiles)
+    want = expected(experts, 1, rows, offsets)
+    for a, b in pairwise(offsets.tolist()):
+        assert a == b or error(got[a:b], want[a:b]) < BOUND[torch.bfloat16]
+    assert got[count:].isnan().all()
+
+
+def test_the_tiles_that_a_pass_takes(gpu):
+    experts = make_experts(64, 32, torch.bfloat16)
+    assert experts.choose_tiles(16, batch_invariant=False) == FEW
+    assert experts.choose_tiles(17, batch_invariant=False) == ANY
+    assert {experts.choose_tiles(n, batch_invariant=True) for n in (1, 17, 4096)} == {INVARIANT}
+
+
 def test_no_rows_at_all(gpu):
     experts = make_experts(64, 32, torch.bfloat16)
     got = run(experts, 1, torch.randn(5, 64, device="cuda").bfloat16(), offsets_of([0] * 8))
@@ -77,7 +98,7 @@ def test_no_rows_at_all(gpu):
 
 @pytest.mark.parametrize("tiles", [
     Tiles(), Tiles(rows=32, inputs=64), Tiles(rows=64, outputs=128, inputs=64, stages=3),
-    Tiles(row_programs=3),
+    Tiles(row_programs=3), ANY, Tiles(rows=32, few_rows=16, row_programs=2),
 ], ids=str)
 def test_transposed_weights_with_biases(gpu, tiles):
     """[experts, in, out] and a bias, as gpt_oss has them; tiles that do not divide the sizes."""

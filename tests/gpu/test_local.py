@@ -174,6 +174,26 @@ def test_sums_at_the_server(gpu):
         local.check()
 
 
+def test_a_wide_wait_leaves_room_for_the_server(gpu):
+    """A combine of as many blocks as there are multiprocessors, for experts on a stream of their
+    own: no slower than a few times the caller's stream."""
+    experts = make_experts(2048, 512, torch.bfloat16)
+    times = {}
+    for own_stream in (False, True):
+        with LocalExperts(experts, TOP_K, max_rows=512, own_stream=own_stream) as local:
+            hidden = torch.randn(512, 2048, device="cuda").bfloat16()
+            _, ids, weights = batch(512)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            local.moe(0, hidden, ids, weights)
+            start.record()
+            for layer in (0, 1, 2) * 4:
+                local.moe(layer, hidden, ids, weights)
+            end.record()
+            local.check()
+            times[own_stream] = start.elapsed_time(end)
+    assert times[True] < 4 * times[False], times
+
+
 def test_a_server_that_is_gone_is_a_timeout(gpu):
     experts = make_experts(HIDDEN, MIDDLE, torch.bfloat16)
     with LocalExperts(experts, TOP_K, max_rows=64, own_stream=True, timeout=0.05) as local:

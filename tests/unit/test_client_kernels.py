@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -307,6 +308,24 @@ class TestCombine:
         assert (self.status.code, self.status.peer) == (STATUS_TIMEOUT, 2)
         assert (self.status.expected, self.status.seen) == (self.seq, 0)
         assert (out == 55).all()
+
+    def test_a_wait_of_its_own(self):
+        """It sums nothing; after one that failed, the combine does not wait again."""
+        out, want = self.prepare()
+        run("client_wait", self.args, (1, 2, 1))
+        assert self.status.code == 0 and (out == 55).all()
+        run("client_combine", self.args, (3, 2, 1))
+        assert torch.equal(out, want)
+
+        out, _ = self.prepare()
+        self.slots[2][-FLAG_BYTES:] = 0
+        self.args.timeout_ns = 400_000_000
+        run("client_wait", self.args, (1, 2, 1))
+        assert (self.status.code, self.status.peer) == (STATUS_TIMEOUT, 2)
+        start = time.monotonic()
+        run("client_combine", self.args, (3, 2, 1))
+        assert time.monotonic() - start < 0.3
+        assert self.status.code == STATUS_TIMEOUT and (out == 55).all()
 
     @pytest.mark.parametrize("change", [
         dict(magic=1), dict(version=2), dict(seq=76), dict(reason=14), dict(num_rows=1000),

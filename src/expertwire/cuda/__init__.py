@@ -7,4 +7,6 @@ compiling needs no GPU, launching does.
     compile.py  NVRTC: source -> cubin
     cache.py    cubins on disk, by content
     launch.py   Launch: the same kernels and argument structures as on the CPU
+    local.py    client and server on one GPU, in one process
+    service.py, remote.py  the same in several processes, over memory shared by ipc.py
 """

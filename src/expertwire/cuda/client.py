@@ -60,7 +60,9 @@ class GpuClient:
     model: name, num_layers, hidden_size, num_experts, top_k and dtype, as servers give it. peers:
     the servers; together they hold every expert. shape: of the connections. timeout: seconds that
     a combine waits for replies before its rows become NaN. after_send: called after each send,
-    for a server that is to work on the caller's stream.
+    for a server that is to work on the caller's stream. waits_apart: servers are on the same GPU,
+    on streams of their own, so few blocks may wait for them. reply_addrs: zeroed memory
+    for each peer's reply slots that other processes can reach; default: of this process alone.
 
     Calls that share a client are ordered by the caller: one stream, or events between streams.
     Not for several threads at once.
@@ -69,6 +71,7 @@ class GpuClient:
     def __init__(
         self, model: dict, peers: Sequence[Peer], shape: SlotShape, device: torch.device, *,
         client_id: int = 1, timeout: float = 2.0, after_send: Callable[[], None] | None = None,
+        waits_apart: bool = False, reply_addrs: Sequence[int] | None = None,
     ):
         if torch.cuda.is_current_stream_capturing():
             raise ConfigError("a client cannot be made while a CUDA graph is being captured: make "
@@ -78,6 +81,7 @@ class GpuClient:
         self.dtype = dtype_of(model["dtype"])
         self.data_type, self.client_id = DATA_TYPES[self.dtype], client_id
         self.num_experts, self.timeout = model["num_experts"], timeout
+        self.waits_apart = waits_apart
         table = expert_table([peer.experts for peer in peers], self.num_experts)
         if missing := np.flatnonzero(table[:, 0] < 0).tolist():
             raise ConfigError(f"no server holds experts {missing}")
@@ -89,7 +93,12 @@ class GpuClient:
         self._failed = PinnedBuffer(64)
         self.failed_addr = self._failed.addr
         self._failed_code = ctypes.c_uint32.from_address(self.failed_addr)
-        self.replies = [target.alloc(shape.num_slots * shape.reply_slot_bytes) for _ in peers]
+        self._replies = []
+        if reply_addrs is None:
+            size = shape.num_slots * shape.reply_slot_bytes
+            self._replies = [target.alloc(size) for _ in peers]
+            reply_addrs = [block.addr for block in self._replies]
+        self._reply_addrs = reply_addrs
         self._flights = [GpuFlight(self, i) for i in range(shape.num_slots)]
         self._next = 0
         self._after_send = after_send
@@ -100,10 +109,10 @@ class GpuClient:
         """One entry per server for a slot."""
         shape = self.shape
         entries = (ClientServer * len(self.peers))()
-        for entry, peer, reply in zip(entries, self.peers, self.replies, strict=True):
+        for entry, peer, reply in zip(entries, self.peers, self._reply_addrs, strict=True):
             entry.send_addr = entry.remote_addr = peer.request_addrs[slot_idx]
             entry.request_slot_bytes = shape.request_slot_bytes
-            entry.reply_addr = reply.addr + slot_idx * shape.reply_slot_bytes
+            entry.reply_addr = reply + slot_idx * shape.reply_slot_bytes
             entry.reply_slot_bytes, entry.in_place = shape.reply_slot_bytes, 1
             entry.max_rows, entry.max_pairs = shape.max_rows, shape.max_reply_rows
             entry.slot_idx, entry.server_id = slot_idx, peer.server_id
@@ -111,7 +120,7 @@ class GpuClient:
 
     def reply_addrs(self, server_idx: int) -> list[int]:
         """Where a server writes its replies, one address a slot."""
-        first = self.replies[server_idx].addr
+        first = self._reply_addrs[server_idx]
         return [first + i * self.shape.reply_slot_bytes for i in range(self.shape.num_slots)]
 
     def dispatch(

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 WARPS = 8
 MAX_BLOCKS = 128
+# Blocks that may wait for kernels of the same GPU: each may keep a multiprocessor from them, since
+# its memory is not divided anew between cache and shared memory while a block runs.
+MAX_WAITING_BLOCKS = 8
 SEND_PIECE, COMBINE_PIECE = 2048, 1024  # bytes, elements that a warp takes (target_gpu.cuh)
 
 
@@ -36,6 +39,7 @@ class GpuFlight:
         target, shape, num_servers = client.target, client.shape, len(client.peers)
         self.free = True
         self._target = target
+        self._waits_apart = client.waits_apart
         self._row_bytes = shape.hidden_size * client.dtype.itemsize
         max_pairs = shape.max_rows * shape.experts_per_row
         self._memory = [
@@ -105,7 +109,10 @@ class GpuFlight:
         combine.output_stride = output.stride(0) * output.itemsize
         combine.num_tokens = self._num_tokens
         pieces = self._num_tokens * -(-output.shape[1] // COMBINE_PIECE)
-        self._launch("client_combine", combine, num_blocks(pieces)).run()
+        blocks = num_blocks(pieces)
+        if self._waits_apart and blocks > MAX_WAITING_BLOCKS:
+            self._launch("client_wait", combine, 1).run()
+        self._launch("client_combine", combine, blocks).run()
 
     def _launch(self, name: str, args: ClientSendArgs | ClientCombineArgs, grid: int) -> Runnable:
         launch = self._launches.get((name, grid))

@@ -58,7 +58,7 @@ class LocalExperts:
             self.client = GpuClient(
                 self.model_info, [Peer(0, experts.experts, slots)], shape, experts.device,
                 client_id=CLIENT_ID, timeout=timeout,
-                after_send=None if own_stream else self.server.enqueue,
+                after_send=None if own_stream else self.server.enqueue, waits_apart=own_stream,
             )
             self.server.connect(CLIENT_ID, self.client.reply_addrs(0))
             # One batch there and back, so that nothing is loaded or compiled later.

@@ -21,7 +21,7 @@ from ..device_structs import (
     ServerSlot,
 )
 from ..errors import ConfigError, ExpertwireError
-from ..message import DATA_TYPES, SlotShape
+from ..message import DATA_TYPES, ReplyMode, SlotShape
 from ..target import GpuTarget
 from .compile import require
 from .experts import GpuExperts
@@ -35,7 +35,8 @@ class GpuServer:
 
     experts: what is held. num_experts: of the model. shape: of the connection; a batch may be all
     of its slots. One pass takes what has arrived of one layer, and does nothing if nothing has.
-    wait_us: how long a pass waits for a first message (0: it looks once).
+    wait_us: how long a pass waits for a first message (0: it looks once). requests_addr: zeroed
+    memory for the slots that another process can reach; default: of this process alone.
 
     `enqueue` puts a pass on the caller's stream. `start` makes passes follow one another on a
     stream of the server's own, until `close`.
@@ -43,7 +44,7 @@ class GpuServer:
 
     def __init__(
         self, experts: GpuExperts, num_experts: int, shape: SlotShape, *, server_id: int = 0,
-        wait_us: float = 0.0,
+        wait_us: float = 0.0, requests_addr: int | None = None,
     ):
         if torch.cuda.is_current_stream_capturing():
             raise ConfigError("a server cannot be made while a CUDA graph is being captured")
@@ -51,7 +52,11 @@ class GpuServer:
         self.target = target = GpuTarget(experts.device.index)
         slots, num_local = shape.num_slots, len(experts.experts)
         self.max_pairs = slots * shape.max_rows * shape.experts_per_row
-        self.requests = target.alloc(slots * shape.request_slot_bytes)
+        self._requests = None
+        if requests_addr is None:
+            self._requests = target.alloc(slots * shape.request_slot_bytes)
+            requests_addr = self._requests.addr
+        self._requests_addr = requests_addr
         self._slots = target.alloc(slots * ctypes.sizeof(ServerSlot))
         self._messages = target.alloc(slots * ctypes.sizeof(ServerMessage))
         self._found = target.alloc(5 * 4)  # num_messages, num_rows, num_pairs, layer, data type
@@ -69,6 +74,9 @@ class GpuServer:
         self._gathered = torch.zeros(rows, dtype=experts.dtype, device=experts.device)
         self._output = torch.zeros_like(self._gathered)
         self._middle = experts.workspace(self.max_pairs)
+        self.tiles = experts.choose_tiles(
+            slots * shape.max_rows, batch_invariant=shape.reply_mode == ReplyMode.PER_EXPERT
+        )
         self._make_args(num_experts, server_id, int(wait_us * 1000))
         blocks = self._blocks()
         self._launch_take = target.prepare(
@@ -124,7 +132,7 @@ class GpuServer:
 
     def request_addr(self, slot_idx: int) -> int:
         """Where the client writes a request."""
-        return self.requests.addr + slot_idx * self.shape.request_slot_bytes
+        return self._requests_addr + slot_idx * self.shape.request_slot_bytes
 
     def connect(self, client_id: int, reply_addrs: Sequence[int]) -> None:
         """Opens the slots for a client; reply_addrs: its reply slots as this GPU reaches them.
@@ -163,7 +171,7 @@ class GpuServer:
         self._launch_take.run()
         layer = self._found.tensor[12:16].view(torch.int32)
         offsets = self._offsets.tensor.view(torch.int32)
-        self.experts.run(layer, self._gathered, offsets, self._middle, self._output)
+        self.experts.run(layer, self._gathered, offsets, self._middle, self._output, self.tiles)
         self._launch_reply.run()
 
     def enqueue(self) -> None:

@@ -50,11 +50,22 @@ EW_DEVICE void fail(const ClientCombineArgs& args, u32 code) {
       at<u8>(args.output + token * args.output_stride)[i] = 0xff;
 }
 
-EW_KERNEL(client_combine, ClientCombineArgs) {
-  const u64 deadline = clock_ns() + args.timeout_ns;
+// All threads of a block: every loaded server's reply is there, or `status` says what is wrong. Once
+// something is, nobody waits any longer.
+EW_DEVICE void wait_replies(const ClientCombineArgs& args) {
+  const u32 before = load_relaxed(&at<KernelStatus>(args.status)->code, Scope::kGpu);
+  const u64 deadline = clock_ns() + (before == kOk ? args.timeout_ns : 0);
   const u64 seq = args.seq ? load_relaxed(at<const u64>(args.seq), Scope::kGpu) : args.shape.seq;
   for (u32 s = thread_idx(); s < args.tables.num_servers; s += block_dim())
     if (at<const u32>(args.tables.batch_size)[s] > 0) wait_reply(args, s, seq, deadline);
+}
+
+// The wait alone, by one block: before a combine of many, which would keep the server's kernels off
+// the multiprocessors if it waited for them itself on the same GPU.
+EW_KERNEL(client_wait, ClientCombineArgs) { wait_replies(args); }
+
+EW_KERNEL(client_combine, ClientCombineArgs) {
+  wait_replies(args);
   block_sync();
   const u32 code = load_relaxed(&at<KernelStatus>(args.status)->code, Scope::kGpu);
   if (code != kOk) return fail(args, code);

@@ -29,6 +29,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_put_direct, ClientPutArgs),
     EW_ENTRY(client_put_sequential, ClientPutArgs),
     EW_ENTRY(client_send_direct, ClientSendArgs),
+    EW_ENTRY(client_wait, ClientCombineArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
