@@ -22,7 +22,8 @@ MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 2, "dtype": "float
 SERVER = (
     "import sys, time; from expertwire.membership import Lease; "
     "lease = Lease(sys.argv[1], sys.argv[2].encode(), {'name': 'k', 'address': 'x', 'pid': 1, "
-    "'model': {'fingerprint': 'f-1', 'name': 'tiny', 'num_experts': 2}, 'experts': [0]}); "
+    "'model': {'fingerprint': 'f-1', 'name': 'tiny', 'num_experts': 2, 'dtype': 'float32'}, "
+    "'experts': [0]}); "
     "time.sleep(60)"
 )
 

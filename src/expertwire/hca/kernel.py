@@ -61,7 +61,7 @@ class KernelWindow:
 
     def __init__(self, hca: KernelHca):
         self._hca = hca
-        self.keys = _Keys(hca.alloc(TABLE_BYTES))
+        self.keys = _Keys(hca.alloc_own(TABLE_BYTES))
         self.published: dict[int, int] = {}  # rkey -> lkey
         self.fd = self.keys.fd
         _WINDOWS[self.fd] = self
@@ -180,12 +180,13 @@ class KernelHca:
         self._target = target
         self._reached: list[Closable] = []
         self._buffers: list[Buffer] = []  # as long as the kernel may look at them
-        self._keys = _Keys(self.alloc(TABLE_BYTES))
+        self._own: list[Buffer] = []  # queues and tables, closed with the HCA
+        self._keys = _Keys(self.alloc_own(TABLE_BYTES))
         self.windows: list[KernelWindow] = []
         self.wake_fd = -1
         self.pd = 1
         self._num_pds, self._next_qpn = 1, 0x100
-        control = self.alloc(4096 + MAX_QUEUES * ctypes.sizeof(HcaQueue))
+        control = self.alloc_own(4096 + MAX_QUEUES * ctypes.sizeof(HcaQueue))
         self._queues = (HcaQueue * MAX_QUEUES).from_address(control.addr + 4096)
         self._used: set[int] = set()
         self._args = GpuHcaArgs(
@@ -212,6 +213,12 @@ class KernelHca:
         whole_pages = -(-num_bytes // 4096) * 4096
         self._reached.append(self._target.reach(buffer.addr, whole_pages))
         self._buffers.append(buffer)
+        return buffer
+
+    def alloc_own(self, num_bytes: int) -> Buffer:
+        """As `alloc`, for queues and tables: given back when the HCA is closed."""
+        buffer = self.alloc(num_bytes)
+        self._own.append(buffer)
         return buffer
 
     def register(
@@ -250,7 +257,7 @@ class KernelHca:
         if slot is None:
             raise HcaError(f"an HCA holds at most {MAX_QUEUES} queue pairs")
         self._used.add(slot)
-        block = self.alloc(2 * UAR_BYTES + depth * 64 + max(num_cqe * 64, 4096))
+        block = self.alloc_own(2 * UAR_BYTES + depth * 64 + max(num_cqe * 64, 4096))
         base = block.addr
         struct = self._queues[slot]
         ctypes.memset(ctypes.addressof(struct), 0, ctypes.sizeof(struct))
@@ -310,3 +317,6 @@ class KernelHca:
         for reached in self._reached:
             reached.close()
         self._reached.clear()
+        self._buffers.clear()
+        while self._own:
+            self._own.pop().close()
