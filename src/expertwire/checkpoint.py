@@ -256,13 +256,13 @@ def _info(path: str | Path, config: Any, found: Survey) -> ModelInfo:
             f"of experts or size: {sorted(sizes)}"
         )
     ((num_experts, hidden_size),) = sizes
-    dtype = config.dtype
-    if not isinstance(dtype, torch.dtype):  # older configs do not say
+    if not 1 <= (top_k := top_k_of(found.model, config)) <= num_experts:
+        raise CheckpointError(f"{path}: its config asks for {top_k} of {num_experts} experts")
+    dtype = config.dtype  # older configs do not say
+    if not isinstance(dtype, torch.dtype):
         dtype = FILE_DTYPES.get(next(iter(found.places[0].values())).dtype, torch.float32)
-    return ModelInfo(
-        fingerprint(path), Path(path).resolve().name, config.model_type, len(found.modules),
-        num_experts, hidden_size, top_k_of(found.model, config), str(dtype).removeprefix("torch."),
-    )
+    return ModelInfo(fingerprint(path), Path(path).resolve().name, config.model_type,
+                     len(found.modules), num_experts, hidden_size, top_k, str(dtype).split(".")[1])
 
 
 def build_model(config: Any) -> Any:

@@ -74,7 +74,7 @@ def demo(
                       client_config=ClientConfig(fp8=fp8, do_ibgda=not direct))
     if as_json:
         print_json(result)
-    if not result["equal_tokens"]:
+    if not result["equal_tokens"] and not fp8:  # rounded messages may choose other words
         raise typer.Exit(1)
 
 

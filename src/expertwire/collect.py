@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from .device_structs import (
     STATUS_TIMEOUT,
     STATUS_TOO_MANY_SERVERS,
     KernelStatus,
+    ReplyHead,
 )
 from .errors import (
     ConfigError,
@@ -27,7 +29,7 @@ from .errors import (
 )
 from .hca.wqe import syndrome_name
 from .launch import last_error
-from .message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason
+from .message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason, RequestLayout
 from .patience import FLOOR, longest_wait
 
 if TYPE_CHECKING:
@@ -144,11 +146,16 @@ def count_reply(client: Client, flight: Flight, s: int, now: int) -> None:
     assert flight.table is not None
     entry = flight.servers[s]
     rows = int(flight.batch_size[s])
-    row_bytes = flight.shape.hidden_size * DATA_TYPE_BYTES[flight.shape.data_type]
-    reply_bytes = flight.shape.hidden_size * DATA_TYPE_BYTES[flight.shape.reply_type]
-    flight.table.links[s].counters.add(
-        rows=rows, bytes_sent=rows * (row_bytes + 8 * flight.shape.experts_per_row) + 144,
-        bytes_received=flight.reply_rows(s) * reply_bytes + 72, duration_ns=now - flight.issued_ns,
+    shape = flight.shape
+    scales = -(-shape.hidden_size // shape.scale_block) if shape.scale_block else 0
+    layout = RequestLayout.of(
+        rows, shape.experts_per_row, shape.hidden_size * DATA_TYPE_BYTES[shape.data_type], scales
+    )
+    reply_bytes = shape.hidden_size * DATA_TYPE_BYTES[shape.reply_type]
+    flight.table.links[s].counters.add(  # what the three puts carry, as native/client_trip.cpp
+        rows=rows, bytes_sent=layout.end + 8,
+        bytes_received=flight.reply_rows(s) * reply_bytes + ctypes.sizeof(ReplyHead) + 8,
+        duration_ns=now - flight.issued_ns,
     )
     if client.trace is not None:
         head = flight.reply_head(s)

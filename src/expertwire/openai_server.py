@@ -29,7 +29,7 @@ START_SECONDS = 30.0  # for uvicorn to listen, once the model is loaded
 CACHE_TOKENS = 16384  # over all requests
 BLOCK_TOKENS = 32
 BATCH_TOKENS = 256  # in one step, as many as one message to a server carries
-STOP_SECONDS = 1  # for answers that are still on their way when the server ends
+STOP_SECONDS = 0.3  # for answers that are still on their way when the server ends
 
 
 def run_openai(

@@ -41,8 +41,9 @@ class ChildProcess:
         self.name = name
         self.lines: list[str] = []
         self._ready: queue.Queue[str | None] = queue.Queue()
+        # -P: files of the user's current directory are not modules of ours.
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "expertwire", *arguments], stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-u", "-m", "expertwire", *arguments], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, **(env or {}), PARENT_PIPE: "1"},
         )

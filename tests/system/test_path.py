@@ -54,6 +54,21 @@ def test_wqes_are_exactly_what_the_messages_require(num_qps):
         assert replied[2] == []
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_counted_bytes_are_those_that_the_queues_carried(fp8, traced):
+    """By the native trip, and by the general way that a traced client takes."""
+    with cluster(SHARES, MODEL, fp8=fp8) as (client, servers, _):
+        client.trace = [] if traced else None
+        for count in (1, 11):
+            client.moe(1, *batch(count, MODEL))
+        counted = client.stats()["servers"].values()
+        assert sum(c["messages"] for c in counted) >= 4
+        assert sum(c["bytes_sent"] for c in counted) == client.hca.stats()["bytes"]
+        carried_back = sum(server.hca.stats()["bytes"] for server in servers)
+        assert sum(c["bytes_received"] for c in counted) == carried_back
+
+
 def test_with_the_hca_stopped_nothing_arrives():
     with cluster(SHARES, MODEL) as (client, servers, _):
         client.hca.set_hook(lambda *_: HOOK_STALL)

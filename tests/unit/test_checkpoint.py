@@ -272,6 +272,15 @@ def test_bad_config(folder, text):
     both_loads_fail(folder, "config")
 
 
+@pytest.mark.parametrize("top_k", [0, -1, 99])
+def test_more_experts_per_token_than_there_are(folder, top_k):
+    config = json.loads((folder / "config.json").read_text())
+    config["num_experts_per_tok"] = top_k
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"asks for {top_k} of \d+ experts"):
+        inspect_model(folder)
+
+
 def test_folders_that_are_no_checkpoints(tmp_path, whole):
     with pytest.raises(CheckpointError, match="is not a folder"):
         inspect_model(tmp_path / "nowhere")

@@ -50,3 +50,11 @@ def test_a_child_ends_when_its_parents_pipe_does():
         assert child.process.stdin is not None
         child.process.stdin.close()
         child.process.wait(5)
+
+
+def test_files_of_the_current_directory_are_not_run(tmp_path, monkeypatch):
+    (tmp_path / "grp.py").write_text("raise SystemExit('a file of the user ran')")
+    monkeypatch.chdir(tmp_path)
+    with ChildGroup() as group:
+        child = group.start("registry", ["registry", "--listen", "127.0.0.1:0"])
+        assert "registry listening" in child.wait_line("listening on 127.0.0.1:", START)
