@@ -53,7 +53,7 @@ NATIVE_STAGES = ("poll", "gather", "reply")
 
 
 class _NativeServer(ctypes.Structure):
-    """struct ew_server of native/server_take.cpp."""
+    """struct ew_server of native/trip.hpp."""
 
     _fields_ = (
         ("hca", c_void_p), ("slots", c_void_p), ("notify", c_void_p), ("poll", c_void_p),

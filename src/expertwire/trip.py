@@ -28,7 +28,7 @@ SLICE_NS = 100_000_000  # longest wait inside the call, so that Ctrl-C gets its 
 
 
 class _NativeFlight(ctypes.Structure):
-    """struct ew_flight of native/client_trip.cpp."""
+    """struct ew_flight of native/trip.hpp."""
 
     _fields_ = (
         ("send", c_void_p), ("combine", c_void_p), ("arrival_ns", c_void_p), ("seq", c_uint64),
@@ -37,7 +37,7 @@ class _NativeFlight(ctypes.Structure):
 
 
 class _NativeBatch(ctypes.Structure):
-    """struct ew_batch of native/client_trip.cpp."""
+    """struct ew_batch of native/trip.hpp."""
 
     _fields_ = (
         ("hca", c_void_p), ("flights", c_void_p), ("counters", c_void_p), ("notify", c_void_p),

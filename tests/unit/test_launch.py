@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from expertwire import device_structs
+from expertwire import batch, device_structs, launch, trip
 from expertwire.device_structs import ClientRouteArgs, IbgdaRunArgs
 from expertwire.errors import ConfigError, ExpertwireError
 from expertwire.launch import Launch, find_kernel, struct_bytes
@@ -21,6 +21,14 @@ STRUCTS = [
 @pytest.mark.parametrize("name", STRUCTS)
 def test_python_and_device_agree_on_sizes(name):
     assert struct_bytes(name) == ctypes.sizeof(getattr(device_structs, name)) > 0
+
+
+@pytest.mark.parametrize(("name", "spelled"), [
+    ("ew_step", launch.Step), ("ew_flight", trip._NativeFlight), ("ew_batch", trip._NativeBatch),
+    ("ew_server", batch._NativeServer),
+])
+def test_python_and_native_agree_on_sizes(name, spelled):
+    assert struct_bytes(name) == ctypes.sizeof(spelled) > 0
 
 
 def test_unknown_kernel_is_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from typing import Any
 Hook = Callable[[Any, int, int, int, int], int]
 
 
-class HcaWrapper:
+class HcaWrapper(abc.ABC):
     """Passes everything on to `inner`, an HCA with hooks, and looks at every entry.
 
     Wrappers nest: what is outside sees an entry first. Hooks run inside the engine, which holds the
@@ -32,9 +33,9 @@ class HcaWrapper:
         verdict = self._outer(context, qpn, idx, addr, num_bytes) if self._outer else 0
         return verdict or self.on_entry(qpn, idx, addr, num_bytes)
 
+    @abc.abstractmethod
     def on_entry(self, qpn: int, idx: int, addr: int, num_bytes: int) -> int:
         """0: execute it; a syndrome: fail it; HOOK_STALL: ask again later."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self.inner.close()

@@ -11,31 +11,6 @@
 #include "fiber.hpp"
 #include "trip.hpp"
 
-struct ew_flight {  // one slot index at every server
-  ew_step* send;     // route, pack, put
-  ew_step* combine;
-  u64* arrival_ns;   // [num_servers]
-  u64 seq, issued_ns;
-};
-
-struct ew_batch {
-  ew_hca* hca;
-  ew_flight* flights;            // [num_flights]
-  ew_counters* const* counters;  // [num_servers]
-  ew_peer* const* notify;        // [num_servers]: whom to wake after direct stores; null: the HCA does
-  ew_ring* times[6];             // route, pack, put, send, wait, combine
-  MessageShape shape;            // seq: the last one given out, updated
-  u64 hidden, hidden_stride;     // bytes between rows
-  u64 topk_ids, ids_stride;      // elements between rows, as for the ones below
-  u64 topk_weights, weights_stride;
-  u64 scales, scales_stride;
-  u64 output, output_stride;     // bytes between rows
-  u64 spin_ns, slice_ns;         // slice_ns: longest wait for one chunk
-  u64 num_skipped;               // out, added up
-  u32 id_bytes, output_type, num_tokens, max_rows;
-  u32 num_flights, num_issued, num_combined;  // out: chunks
-};
-
 namespace {
 
 thread_local std::vector<const u64*> words;  // reused from call to call

@@ -8,7 +8,7 @@
 #include "client_send.cuh"
 #include "device_checks.cuh"
 #include "gpu_hca.cuh"
-#include "launch.hpp"
+#include "trip.hpp"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
 #include "server_reply.cuh"
@@ -68,6 +68,10 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ServerSlot)
   EW_SIZE(ServerMessage)
   EW_SIZE(ServerModel)
+  EW_SIZE(ew_step)
+  EW_SIZE(ew_flight)
+  EW_SIZE(ew_batch)
+  EW_SIZE(ew_server)
   EW_SIZE(HcaKey)
   EW_SIZE(HcaQueue)
   return 0;

@@ -15,20 +15,6 @@ thread_local std::vector<u64> seen;
 
 }  // namespace
 
-struct ew_server {  // what a server's two calls need, kept by the caller
-  ew_hca* hca;
-  ServerSlot* slots;
-  ew_peer* const* notify;  // [num_slots]: whom to wake after direct stores, null where the HCA does
-  ew_step *poll, *gather;
-  ew_step* reply;          // [2]: through the work queue, and direct
-  const u32* found;        // what server_poll wrote: messages, rows, pairs, layer, data type
-  ew_ring* times[3];       // poll, gather, reply
-  u64 spin_ns;
-  u64 num_messages, num_rows, num_refused;  // out, added up
-  u32 num_slots, pair_capacity;
-  u32 echo, reserved;      // echo: rows go back as they came, nothing is gathered
-};
-
 // Sends the replies of the batch that was taken. Messages of a batch with a direct client all go
 // the direct way. Returns 0, 1 when a message was refused or its reply failed (see the messages'
 // reasons and statuses), or a negative error.
