@@ -5,29 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.leftovers import nothing_left_behind
-from tests.registry_peers import TOKEN, model_facts, peers
+from tests.registry_peers import model_facts
 
 from expertwire import roster
-from expertwire.registry import Registry
-
-
-@pytest.fixture(autouse=True)
-def _clean():
-    with nothing_left_behind():
-        yield
-
-
-@pytest.fixture
-def reg():
-    with Registry(token=TOKEN, lease_seconds=5.0, handshake_seconds=0.5) as running:
-        yield running
-
-
-@pytest.fixture
-def peer(reg):
-    with peers(reg.address) as make:
-        yield make
 
 
 @pytest.mark.parametrize("num_servers", [1, 3, 5, 7])

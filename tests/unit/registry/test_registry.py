@@ -8,30 +8,11 @@ import socket
 import time
 
 import pytest
-from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, Peer, ends, model_facts, peers, raw_tcp, server_facts
 
 from expertwire import roster
 from expertwire.errors import ConfigError, ProtocolError, WaitTimeout
 from expertwire.registry import Registry
-
-
-@pytest.fixture(autouse=True)
-def _clean():
-    with nothing_left_behind():
-        yield
-
-
-@pytest.fixture
-def reg():
-    with Registry(token=TOKEN, lease_seconds=5.0, handshake_seconds=0.5) as running:
-        yield running
-
-
-@pytest.fixture
-def peer(reg):
-    with peers(reg.address) as make:
-        yield make
 
 
 def names(message: dict) -> list[str]:

@@ -6,30 +6,11 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, peers, server_facts
 
 from expertwire import roster
 from expertwire.errors import ConfigError
 from expertwire.registry import Registry
-
-
-@pytest.fixture(autouse=True)
-def _clean():
-    with nothing_left_behind():
-        yield
-
-
-@pytest.fixture
-def reg():
-    with Registry(token=TOKEN, lease_seconds=5.0, handshake_seconds=0.5) as running:
-        yield running
-
-
-@pytest.fixture
-def peer(reg):
-    with peers(reg.address) as make:
-        yield make
 
 
 def test_epochs_only_grow_and_change_with_every_change(peer):
