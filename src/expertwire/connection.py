@@ -27,7 +27,7 @@ from .device_structs import (
     IbgdaPeer,
     IbgdaQp,
 )
-from .errors import ConfigError, HandleError
+from .errors import ConfigError, HandleError, HcaError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca, Peer
 from .memory import (
@@ -82,6 +82,9 @@ class Endpoint:
         self._qp_states = (IbgdaQp * num_qps)()
         for state, qp in zip(self._qp_states, self._qps, strict=True):
             info = qp.info
+            if ctypes.c_uint8.from_address(info.cq_addr + 63).value != 0xFF:
+                self.close()  # a zero there would read as "entry 0 has completed"
+                raise HcaError(f"completion queue of queue pair {info.qpn:#x} not filled with 0xff")
             state.sq_addr, state.dbrec_addr = info.sq_addr, info.dbrec_addr
             state.doorbell_addr, state.cq_addr = info.uar_addr + 0x800, info.cq_addr
             state.qpn, state.num_wqe = info.qpn, info.num_wqe
