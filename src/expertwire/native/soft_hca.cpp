@@ -138,6 +138,7 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
       wake_peer(qp->peer);
     }
   }
+  hca->held_up.store(stalled, std::memory_order_relaxed);
   if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
   if (hca->completed) {
     hca->completed = false;

@@ -201,6 +201,7 @@ struct ew_hca {
   std::atomic<u32> stop{0};
   std::atomic<u32> kicks{0};      // futex word of the engine thread
   std::atomic<u32> asleep{0};
+  std::atomic<bool> held_up{false};  // the last look met an entry that has to be tried again
   bool never_sleeps = false;  // doorbells come from a GPU, which cannot kick
 };
 
