@@ -86,7 +86,7 @@ class Client:
         self.membership = Membership(address, token, client_name=self.name)
         self.links = Links(
             self.hca, self.membership, token=token, client_id=self.client_id, name=self.name,
-            config=self.config, make_shape=self._make_shape, release=self.release_retired,
+            config=self.config, make_shape=self._make_shape, release=self.try_release,
         )
         self.membership.on_change = self.links.wake
         self.links.start()
@@ -188,7 +188,7 @@ class Client:
     def _begin(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[Handle, RoutingTable]:
-        self._close_retired()  # before the table is read: what is retired is in no new table
+        self._release()  # before the table is read: what is retired is in no new table
         table = self._ready_table(layer)
         assert self._check is not None
         self._check(layer, hidden, topk_ids, topk_weights)
@@ -312,21 +312,25 @@ class Client:
         if error is not None and chunk.handle.error is None:
             chunk.handle.error = error
 
-    def release_retired(self) -> None:
-        """Closes connections that are in no table any more, from any thread; if this client is at
-        work, that is left for later."""
+    def try_release(self) -> None:
+        """Lets go of what is in no table any more, from any thread; if this client is at work,
+        that is left for later."""
         if self.lock.acquire(blocking=False):
             try:
                 if not self.closed:
-                    self._close_retired()
+                    self._release()
             finally:
                 self.lock.release()
 
-    def _close_retired(self) -> None:
+    def _release(self) -> None:
         """Closes connections of servers that left, unless a batch in flight was routed by them."""
+        if not self.links.is_holding:
+            return
+        in_use = [f for f in self._flights if f.chunk is not None and f.table is not None]
+        epochs = [flight.table.epoch for flight in in_use if flight.table is not None]
+        self.links.released_epoch = min([self.links.table.epoch, *epochs])
         if not self.links.retired or self.links.shape is None:
             return
-        in_use = [flight for flight in self._flights if flight.chunk is not None]
         held = {id(link) for flight in in_use if flight.table for link in flight.table.links}
         for link in [link for link in self.links.retired if id(link) not in held]:
             for flight in self._flights:
