@@ -198,6 +198,11 @@ class GpuClient:
         raise ExpertwireError(f"all {len(self._flights)} slots are in flight: combine one first")
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the GPU has said that a batch failed: every further one will."""
+        return self._failed_code.value != 0
+
+    @property
     def lost_addr(self) -> int:
         """A word per server, for kernels: whether it is lost (client_failover.cuh)."""
         return self._lost_words.addr

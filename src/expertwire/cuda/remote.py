@@ -138,17 +138,19 @@ class RemoteExperts(GpuLayers):
     ):
         self.refuse_capture()
         self.device = gpu_device(device)
-        token = load_token() if token is None else token
-        deadline = time.monotonic() + connect_timeout
-        servers = find_servers(registry, token, connect_timeout)
+        self._registry, self._token = registry, load_token() if token is None else token
+        self._max_rows, self._num_slots = max_rows, num_slots
+        self._reply_mode = ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM
+        self._timeout, self._connect_timeout = timeout, connect_timeout
+        self._links: list[_Link] = []
+        self._watch: _Watch | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + self._connect_timeout
+        servers = find_servers(self._registry, self._token, self._connect_timeout)
         self.model_info = model = servers[0].model
-        element = dtype_of(model["dtype"]).itemsize
-        shape = SlotShape(
-            num_slots=num_slots, max_rows=max_rows, experts_per_row=model["top_k"],
-            hidden_size=model["hidden_size"], element_bytes=element, fp8=False,
-            reply_mode=ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM,
-            reply_element_bytes=element,
-        )
+        shape = self._shape(model)
         client_id = 1 + secrets.randbelow((1 << 32) - 1)
         request = {
             "type": "connect", "data_protocol": DATA_PROTOCOL, "memory_kind": MEMORY_KIND,
@@ -156,15 +158,14 @@ class RemoteExperts(GpuLayers):
             "fingerprint": model["fingerprint"], "shape": dataclasses.asdict(shape),
             "num_qps": 1, "signal_mode": SIGNAL_WRITE, "do_ibgda": False,
         }
-        self._links: list[_Link] = []
-        self._watch: _Watch | None = None
         try:
             with torch.cuda.device(self.device):
                 for server in servers:
-                    self._links.append(_Link(server, request, shape, token, self.device, deadline))
+                    self._links.append(
+                        _Link(server, request, shape, self._token, self.device, deadline))
                 self.client = GpuClient(
                     model, [_peer(link, shape) for link in self._links], shape, self.device,
-                    client_id=client_id, timeout=timeout,
+                    client_id=client_id, timeout=self._timeout,
                     waits_apart=any(link.is_here for link in self._links),
                     reply_addrs=[link.replies.addr for link in self._links if link.replies],
                 )
@@ -173,6 +174,36 @@ class RemoteExperts(GpuLayers):
         except BaseException:
             self.close()
             raise
+
+    def _shape(self, model: dict[str, Any]) -> SlotShape:
+        element = dtype_of(model["dtype"]).itemsize
+        return SlotShape(
+            num_slots=self._num_slots, max_rows=self._max_rows, experts_per_row=model["top_k"],
+            hidden_size=model["hidden_size"], element_bytes=element, fp8=False,
+            reply_mode=self._reply_mode, reply_element_bytes=element,
+        )
+
+    def is_ready(self) -> bool:
+        """Whether the next batch can be answered, as far as is known without asking the GPU."""
+        return bool(self._links) and not self.client.has_failed
+
+    def recover(self) -> None:
+        """After a failure: connects to the servers that are there now; else nothing.
+
+        CUDA graphs that were captured before must not be replayed after. Raises as the constructor.
+        """
+        if not self.is_ready():
+            self.close()
+            self._connect()
+
+    def stats(self) -> dict[str, Any]:
+        """Servers by id with seat and number of experts, and which of them are lost."""
+        return {
+            "servers": {link.server.server_id: {"seat": link.server.seat,
+                                                "experts": len(link.server.experts)}
+                        for link in self._links},
+            "lost": self.lost_servers(), "skipped_ids": self.client.num_skipped,
+        }
 
     def lost_servers(self) -> list[str]:
         """Ids of the servers that are not used any more."""
