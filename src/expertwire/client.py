@@ -149,6 +149,13 @@ class Client:
         """What the servers say of their model (None before the first one is connected)."""
         return self.links.model
 
+    def is_ready(self) -> bool:
+        """Whether every expert is held by a server that this client is connected to."""
+        return not self.links.table.missing()
+
+    def recover(self) -> None:
+        """Nothing: this client connects anew by itself."""
+
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""
         return collect.client_stats(self)

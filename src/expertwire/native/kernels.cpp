@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "client_combine.cuh"
+#include "client_failover.cuh"
 #include "client_pack.cuh"
 #include "client_put.cuh"
 #include "client_route.cuh"
@@ -31,6 +32,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_wait, ClientCombineArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
+    EW_ENTRY(client_failover, ClientFailoverArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_group, ServerGatherArgs),
