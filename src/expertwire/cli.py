@@ -329,3 +329,6 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
+
+
+from . import cli_trace  # noqa: E402, F401  (registers its commands on `app`)

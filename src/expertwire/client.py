@@ -16,11 +16,12 @@ import collections
 import os
 import secrets
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import collect, send
+from . import collect, send, trace
 from .config import ClientConfig
 from .control import load_token
 from .errors import ConfigError, ExpertwireError, InFlightError, WaitTimeout
@@ -62,6 +63,7 @@ class Client:
         self.config = config or ClientConfig(**settings)
         self.name = name or f"client-{os.getpid()}-{secrets.token_hex(3)}"
         self.client_id = secrets.randbits(31) + 1
+        trace.join(f"client {self.name}")
         self.lock = threading.RLock()
         self.times = StageTimes()
         self.num_skipped_ids = 0
@@ -106,10 +108,15 @@ class Client:
         `dispatch` and `Handle.combine`.
         """
         with self.lock:
+            start = time.perf_counter_ns() if trace.active else 0
             handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
             if not self._trip_to_the_end(handle, table):
                 self._issue_queued(table)
-            return handle.combine()
+            output = handle.combine()
+            if trace.active:
+                trace.stage("moe", start, time.perf_counter_ns(), layer=layer,
+                            client=self.client_id, rows=hidden.shape[0])
+            return output
 
     def dispatch(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor

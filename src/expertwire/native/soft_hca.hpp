@@ -133,6 +133,7 @@ struct ew_qp {
   u64 num_cqe_written;
   u64 progress;           // bytes of WQE ci that are moved already
   u64 rnr_since_ns;
+  u64 trace_begin_ns;     // when WQE ci was taken up, 0: not traced
   bool cq_error;
   u32 first_syndrome;
   u64 first_error_idx;
