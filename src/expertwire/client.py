@@ -80,7 +80,7 @@ class Client:
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
         self._trip = Trip(self._flights, self.config, self.client_id)
-        self._signal_adds = self.config.signal_mode != "write"  # needs each slot's previous seq
+        self._signal_adds = self.config.signal_mode == "add"  # needs each slot's previous seq
         self._check: InputCheck | None = None
         self._free = collections.deque(self._flights)
         self._queued: collections.deque[Chunk] = collections.deque()
