@@ -11,10 +11,10 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from .batch import Experts
 from .errors import ConfigError, ExpertwireError, WaitTimeout
-from .experts import ExpertShard
 
 if TYPE_CHECKING:
     from .server import Server
@@ -25,13 +25,24 @@ LOOK_SECONDS = 0.2  # between looks whether the server is closed
 SWAP_SECONDS = 60.0  # for the data thread to come to the end of its batch
 
 
+class MovableExperts(Experts, Protocol):
+    """What can be moved: see experts.ExpertShard."""
+
+    def extended(self, other: Any) -> MovableExperts: ...
+    def without(self, experts: Sequence[int]) -> MovableExperts: ...
+    def unstack(self) -> None: ...
+
+
+LoadExperts = Callable[[Sequence[int]], MovableExperts]
+
+
 class Mover:
     """Does what the registry asks one server to hold.
 
     load: reads experts by their ids; None: this server's experts cannot be changed.
     """
 
-    def __init__(self, server: Server, load: Callable[[Sequence[int]], ExpertShard] | None):
+    def __init__(self, server: Server, load: LoadExperts | None):
         self._server = server
         self._load = load
         self._request: tuple[int, list[int]] | None = None
@@ -118,7 +129,7 @@ class Mover:
                 with self._changed:
                     self._changed.wait(LOOK_SECONDS)
 
-    def _swap(self, shard: ExpertShard) -> None:
+    def _swap(self, shard: MovableExperts) -> None:
         """The data thread computes with it from its next batch on."""
         done = threading.Event()
         self._server.use_shard(shard, done.set)
@@ -133,10 +144,8 @@ class Mover:
     def _held(self) -> list[int]:
         return [int(e) for e in self._server.shard.experts]
 
-    def _shard(self) -> ExpertShard:
-        shard = self._server.shard
-        assert isinstance(shard, ExpertShard), "only what a checkpoint gave can be moved"
-        return shard
+    def _shard(self) -> MovableExperts:
+        return cast(MovableExperts, self._server.shard)
 
 
 class _Stopped(Exception):

@@ -26,12 +26,12 @@ from .client_link import ClientLink, admit, refuse
 from .config import ServerConfig
 from .control import Channel, listen_unix, load_token
 from .errors import CheckpointError, ConfigError, ExpertwireError, WaitTimeout
-from .experts import ExpertShard
 from .hca import open_hca
 from .lease import Lease
-from .mover import Mover
+from .mover import LoadExperts, Mover
 
 if TYPE_CHECKING:
+    from .experts import ExpertShard
     from .registry import Registry
 
 log = logging.getLogger("expertwire.server")
@@ -62,7 +62,7 @@ class Server:
     def __init__(
         self, shard: Experts, model: dict[str, Any], registry: str | Registry, *,
         token: bytes | None = None, name: str | None = None, config: ServerConfig | None = None,
-        load: Callable[[Sequence[int]], ExpertShard] | None = None, **settings: Any,
+        load: LoadExperts | None = None, **settings: Any,
     ):
         if config is not None and settings:
             raise ConfigError("give either config or single settings, not both")
@@ -169,7 +169,7 @@ class Server:
             **b.rows_by_expert(),
         }
 
-    def use_shard(self, shard: ExpertShard, done: Callable[[], None]) -> None:
+    def use_shard(self, shard: Experts, done: Callable[[], None]) -> None:
         """The data thread goes over to these experts between two batches, then calls `done`."""
 
         def swap() -> None:
