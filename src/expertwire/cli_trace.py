@@ -40,14 +40,15 @@ def summary(
 
     events = load_trace(file)
     result = summarise(events)
+    drawn = None
     if picture:
         try:
-            result["picture"] = draw_median(events, picture)
+            drawn = result["picture"] = draw_median(events, picture)
         except OSError as err:
             raise ConfigError(f"no picture: {err}; choose another --picture") from err
     if as_json:
         print_json(result)
         return
     print("\n".join(lines(result)))
-    if result.get("picture"):
-        print(f"\nthe median batch: {result['picture']['path']}")
+    if drawn is not None:
+        print(f"\nthe median batch: {drawn['path']}")

@@ -9,7 +9,8 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 # Okabe-Ito, readable with colour-blindness.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8C8C8C")
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8C8C8C",
+           "#6A3D9A", "#5D4037")
 WIDTH, LEFT, RIGHT, TOP = 1200, 170, 50, 92
 LEGEND_HEIGHT = 22  # of a row of it, below the first
 LANE_HEIGHT, LANE_GAP = 34, 12

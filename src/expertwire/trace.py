@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
-from ctypes import c_int, c_uint64, c_void_p
+from collections.abc import Generator
+from ctypes import c_char_p, c_int, c_uint64
 from pathlib import Path
 
 from ._native import declare
@@ -31,11 +30,11 @@ from .trace_file import (
     FACTS_AT,
     HEADER_BYTES,
     KIND_SPAN,
-    KIND_STAGE,
     RECORD_BYTES,
     STAGES,
     Record,
     make_header,
+    pack_stage,
     parts_folder,
 )
 
@@ -53,6 +52,7 @@ class _Part:
     def __init__(self, path: Path, num_records: int):
         self.trace_path = path
         self.names: list[str] = []
+        self.add = declare("ew_trace_add", None, c_char_p)
         folder = parts_folder(path)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class _Part:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Generator[None, None, None]:
     """One process at a time looks at who is there, begins, or merges."""
     fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -151,7 +151,7 @@ def stop() -> Path | None:
 
 
 @contextlib.contextmanager
-def tracing(path: str | Path, *, name: str = "") -> Iterator[None]:
+def tracing(path: str | Path, *, name: str = "") -> Generator[None, None, None]:
     """Records within the block; arguments as for `start`."""
     start(path, name=name)
     try:
@@ -179,22 +179,30 @@ def records_wanted() -> int:
 
 
 @contextlib.contextmanager
-def span(name: str) -> Iterator[None]:
+def span(name: str) -> Generator[None, None, None]:
     """A span of the caller's own, e.g. "attention"; up to 64 bytes of name are kept."""
     begin = time.perf_counter_ns()
     try:
         yield
     finally:
         if active:
-            text = name.encode()[:64].decode(errors="ignore").encode()
+            text = name.encode()[:64].decode(errors="ignore").encode()  # cut between letters
             add(Record(kind=KIND_SPAN, begin_ns=begin, end_ns=time.perf_counter_ns(), wqe=text))
 
 
-def stage(name: str, begin_ns: int, end_ns: int, **fields: int) -> None:
+def stage(
+    name: str, begin_ns: int, end_ns: int, *, layer: int = 0, client: int = 0, server: int = 0,
+    rows: int = 0,
+) -> None:
     """A stage that Python ran, while `active`. Times as perf_counter_ns: CLOCK_MONOTONIC."""
-    add(Record(kind=KIND_STAGE, stage=STAGES.index(name), begin_ns=begin_ns, end_ns=end_ns,
-               **fields))
+    _add(pack_stage(STAGES.index(name), begin_ns, end_ns, layer, client, server, rows))
 
 
 def add(record: Record) -> None:
-    declare("ew_trace_add", None, c_void_p)(ctypes.addressof(record))
+    """Records something; its number and thread are filled in."""
+    _add(bytes(record))
+
+
+def _add(record: bytes) -> None:
+    if _part is not None:
+        _part.add(record)

@@ -225,9 +225,9 @@ class PartEvents:
         self.tracks.setdefault(tid, f"HCA {number} qp {qpn:#x}")
         if peer:
             self.tracks[tid] = f"HCA {number} qp {qpn:#x} to {peer}"
-        args = {**decoded(record), "moved": int(record["num_bytes"])}
+        args: Event = {**decoded(record), "moved": int(record["num_bytes"])}
         if message:
-            args["message"] = message
+            args |= {"message": message, "of": way.removeprefix("hca ")}
         if int(record["syndrome"]):
             args["error"] = syndrome_name(int(record["syndrome"]))
         event = self.slice(record, args["opcode"], "hca", tid, args)

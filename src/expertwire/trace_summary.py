@@ -98,24 +98,13 @@ def numbers(durations: Sequence[float], whole: float) -> dict[str, float]:
 def ways(slices: Sequence[Event]) -> dict[str, dict[str, Event]]:
     """message -> step of its way -> slice."""
     found: dict[str, dict[str, Event]] = defaultdict(dict)
-    queue_of = {"put": "hca request", "reply": "hca reply"}
-    sender: dict[tuple[str, int], str] = {}  # (message, pid) -> which of the two ways it sends
     for e in slices:
         for message in e["args"].get("messages", ()):
             name = message["id"] if isinstance(message, dict) else message
             if e["name"] in STEP_OF_SLICE:
                 found[name].setdefault(e["name"], e)
-    sends = [e for e in slices if e["name"] in queue_of]
-    for e in sends:
-        for message in e["args"]["messages"]:
-            for wqe in message["wqes"]:
-                sender[message["id"], e["pid"], wqe["qpn"], wqe["index"]] = queue_of[e["name"]]
-    for e in slices:
-        args = e["args"]
-        if e["cat"] == "hca" and "message" in args:
-            step = sender.get((args["message"], e["pid"], args["qpn"], args["index"]))
-            if step:
-                found[args["message"]][step] = e  # the last is the flag
+        if e["cat"] == "hca" and "message" in e["args"]:
+            found[e["args"]["message"]]["hca " + e["args"]["of"]] = e  # the last is the flag
     return found
 
 
@@ -132,8 +121,8 @@ def message_phases(slices: Sequence[Event]) -> dict[str, Any]:
                                               "experts": "poll"}.get(step, ""))
             if event is None:
                 continue
-            reached = max(at, event["ts"] + (event["dur"] if at_end or step == "experts"
-                                             and event["name"] == "poll" else 0))
+            reached = max(at, event["ts"] + (event["dur"] if at_end or (step == "experts"
+                                             and event["name"] == "poll") else 0))
             phases[name].append(reached - at)
             at = reached
         totals.append(at - begin)
@@ -199,6 +188,17 @@ def draw_median(events: Sequence[Event], path: str | Path) -> dict[str, Any] | N
     return {"path": str(Path(path).absolute()), "us": round(end - begin, 1), "layer": layer}
 
 
+def gaps(stages: Sequence[Event], end: float) -> list[Event]:
+    """What lies between the stages: the interpreter, or nobody's turn on a busy machine."""
+    found = []
+    for event, after in zip(stages, [*(e["ts"] for e in stages[1:]), end], strict=True):
+        begin = event["ts"] + event["dur"]
+        if after > begin:
+            found.append({"cat": "client", "name": "between stages", "ts": begin,
+                          "dur": after - begin})
+    return found
+
+
 def picture(
     slices: Sequence[Event], by_message: dict[str, dict[str, Event]], events: Sequence[Event],
     messages: Sequence[str], begin: float, end: float, client: tuple[int, int],
@@ -207,7 +207,8 @@ def picture(
     names = process_names(events)
     own: list[Event] = [e for e in slices if (e["pid"], e["tid"]) == client
                         and e["cat"] == "client" and e["name"] != "moe"]
-    lanes: dict[str, list[Event]] = {"client": own, "client's HCA": []}
+    inside = sorted((e for e in own if begin <= e["ts"] < end), key=lambda e: e["ts"])
+    lanes: dict[str, list[Event]] = {"client": inside + gaps(inside, end), "client's HCA": []}
     arrows: list[tuple[str, float, str, float]] = []
     for message in messages:
         way = by_message[message]

@@ -207,6 +207,10 @@ EW_API int ew_trace_open(int fd, u64 num_bytes) {
   if (ew::tracing()) return ew_fail(-EBUSY, "this process traces already");
   void* map = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (map == MAP_FAILED) return ew_fail(-errno, "the trace file cannot be mapped: %s", strerror(errno));
+#ifdef MADV_POPULATE_WRITE
+  // The first records must not wait for the file system to find room; it may refuse, and they will.
+  (void)madvise(map, num_bytes < ew::kPopulateBytes ? num_bytes : ew::kPopulateBytes, MADV_POPULATE_WRITE);
+#endif
   auto* file = new ew::TraceFile{static_cast<ew::TraceHeader*>(map),
                                  reinterpret_cast<ew::TraceRecord*>(static_cast<u8*>(map) + ew::kTraceHeaderBytes)};
   ew::trace_file.store(file, std::memory_order_seq_cst);

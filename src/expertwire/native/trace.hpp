@@ -13,6 +13,7 @@ namespace ew {
 
 constexpr unsigned long long kTraceMagic = 0x3145434152545745;  // "EWTRACE1"
 constexpr unsigned kTraceHeaderBytes = 4096, kTraceWqeBytes = 64;
+constexpr unsigned long long kPopulateBytes = 4 << 20;
 
 struct TraceHeader {
   unsigned long long magic, num_records;  // ever taken: the file keeps the last `capacity` of them
