@@ -45,12 +45,18 @@ class Member:
         self.last_heard = now
         self.reports = 0
         self.last_report = ""
+        self.num_bytes = encoded_bytes(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "server_id": self.server_id, "seat": self.seat, "epoch_joined": self.epoch_joined,
             "draining": self.draining, **self.facts,
         }
+
+
+def encoded_bytes(value: dict[str, Any]) -> int:
+    """Of a message's item, with room for the comma and for `false` where it was `true`."""
+    return len(json.dumps(value, separators=(",", ":"))) + 2
 
 
 @dataclass(eq=False)
@@ -160,8 +166,8 @@ class Roster:
         return self._next_seat - 1
 
     def _check_room(self, facts: dict, stale: list[Member]) -> None:
-        others = [m.as_dict() for m in self.members.values() if m not in stale]
-        size = len(json.dumps([*others, facts], separators=(",", ":"))) + 2048
+        others = [m for m in self.members.values() if m not in stale]
+        size = sum(m.num_bytes for m in others) + encoded_bytes(facts) + 2048
         if size > MAX_FRAME_BYTES:
             raise ConfigError(
                 f"the registry is full: with {len(others)} servers the list of members has reached "
