@@ -84,7 +84,8 @@ def use(
     hidden = torch.randn(ROWS, HIDDEN, generator=generator)
     with Client(address, token=TOKEN, name=f"c{idx}", max_rows=ROWS, connect_timeout=limit) as client:
         table = client.links.wait(lambda t: len(t.links) == num_servers, limit)
-        os.write(report, json.dumps({"connected": len(table.links)}).encode() + b"\n")
+        told = {"connected": len(table.links)}
+        os.write(report, json.dumps(told).encode() + b"\n")
         os.read(go, 1)
         wrong, slowest = 0, 0.0
         for _ in range(steps):

@@ -22,7 +22,8 @@ STAGE_NAMES = {
     9: "reply", 10: "combine",
 }
 STATUS_COMPLETION_ERROR, STATUS_TIMEOUT, STATUS_BAD_ARGUMENT = 2, 3, 6
-STATUS_TOO_MANY_SERVERS = 5
+STATUS_TOO_MANY_SERVERS, STATUS_PEER_LOST = 5, 7
+LOST_DISCONNECTED = 2  # client_failover.cuh: LostServer
 
 DOORBELL_REGISTER, DOORBELL_RECORD_ONLY, DOORBELL_PROXY = 0, 1, 2
 SIGNAL_WRITE, SIGNAL_ADD, SIGNAL_WRITE_IMM = 0, 1, 2
@@ -96,6 +97,7 @@ class ClientRouteArgs(ctypes.Structure):
         ("tables", RouteTables), ("num_skipped", c_uint64), ("missing_expert", c_uint64),
         ("id_bytes", c_uint32), ("num_tokens", c_uint32), ("experts_per_row", c_uint32),
         ("num_experts", c_uint32), ("max_replicas", c_uint32), ("reply_mode", c_uint32),
+        ("rotation", c_uint32), ("reserved", c_uint32),
     )
 
 
@@ -130,7 +132,14 @@ class ClientCombineArgs(ctypes.Structure):
 class ClientSendArgs(ctypes.Structure):
     _fields_ = (
         ("route", ClientRouteArgs), ("pack", ClientPackArgs), ("seq", c_uint64),
-        ("arrived", c_uint64),
+        ("arrived", c_uint64), ("only_if", c_uint64),
+    )
+
+
+class ClientFailoverArgs(ctypes.Structure):
+    _fields_ = (
+        ("wait", ClientCombineArgs), ("expert_servers", c_uint64), ("lost", c_uint64),
+        ("resend", c_uint64), ("num_experts", c_uint32), ("max_replicas", c_uint32),
     )
 
 
@@ -273,6 +282,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "client_send_direct": ClientSendArgs,
     "client_wait": ClientCombineArgs,
     "client_combine": ClientCombineArgs,
+    "client_failover": ClientFailoverArgs,
     "server_poll": ServerPollArgs,
     "server_gather": ServerGatherArgs,
     "server_group": ServerGatherArgs,

@@ -14,12 +14,15 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .channel import MAX_FRAME_BYTES
 from .credentials import printable
 from .errors import ConfigError, ProtocolError
 from .placement import plan_experts
+
+if TYPE_CHECKING:
+    from .moves import Move
 
 log = logging.getLogger("expertwire.registry")
 
@@ -45,7 +48,16 @@ class Member:
         self.last_heard = now
         self.reports = 0
         self.last_report = ""
-        self.num_bytes = encoded_bytes(self.as_dict())
+        self.move: Move | None = None  # what it was asked to hold (moves.py)
+        # The epoch under which its experts were published last, when, and which one all have seen.
+        self.listed_epoch, self.listed_at, self.settled_epoch = epoch, now, 0
+        self._counted: tuple[list[int], int] = ([], 0)  # experts, and the bytes with them
+
+    def num_bytes(self) -> int:
+        """Its part of the list of members. Encoded once per set of experts: servers join often."""
+        if self._counted[0] is not self.facts["experts"]:
+            self._counted = (self.facts["experts"], encoded_bytes(self.as_dict()))
+        return self._counted[1]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -167,7 +179,7 @@ class Roster:
 
     def _check_room(self, facts: dict, stale: list[Member]) -> None:
         others = [m for m in self.members.values() if m not in stale]
-        size = sum(m.num_bytes for m in others) + encoded_bytes(facts) + 2048
+        size = sum(m.num_bytes() for m in others) + encoded_bytes(facts) + 2048
         if size > MAX_FRAME_BYTES:
             raise ConfigError(
                 f"the registry is full: with {len(others)} servers the list of members has reached "
@@ -298,10 +310,12 @@ def check_facts(message: dict) -> dict[str, Any]:
     if not isinstance(address, str) or not 0 < len(address) <= 107:
         raise ProtocolError("register needs the address that the server listens on")
     pid, host_id = message.get("pid"), message.get("host_id")
+    room = message.get("room")  # experts that it has memory for, None: it does not say
     return {
         "name": printable(message.get("name") or "server", 64), "address": address,
         "host_id": printable(host_id or "", 64), "pid": pid if isinstance(pid, int) else None,
         "model": model, "experts": sorted(set(experts)),
+        "room": room if is_count(room, 1, MAX_NUM_EXPERTS) else None,
     }
 
 

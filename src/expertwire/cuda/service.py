@@ -1,7 +1,8 @@
-"""Experts on a GPU as a service for other processes of the host, over CUDA IPC memory.
+"""Experts on a GPU as a service for other processes of the host, over shared GPU memory.
 
 Membership and authentication are those of every server (registry, token, Unix socket); what is
-exchanged over the socket is one IPC handle a side. After that no byte passes through a CPU.
+exchanged over the socket is one descriptor of GPU memory a side. After that no byte passes through
+a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from ..client_link import check_request, refuse
 from ..config import ServerConfig
 from ..control import Channel, listen_unix, load_token
 from ..errors import ConfigError, ExpertwireError, ProtocolError, WaitTimeout
-from ..link import parse_hex
 from ..membership import Lease
 from ..message import ReplyMode, SlotShape
 from .experts import GpuExperts
@@ -31,6 +31,7 @@ log = logging.getLogger("expertwire.server")
 
 HANDSHAKE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0
+MEMORY_KIND = "cuda_fd"
 WAIT_US = 200.0  # of one pass for a first message
 
 
@@ -165,21 +166,12 @@ class ExpertService:
     def _admit(self, channel: Channel) -> None:
         """One client from its request to its end."""
         request, fds = channel.recv(HANDSHAKE_SECONDS)
-        for fd in fds:
-            os.close(fd)
-        if request.get("memory_kind") != "cuda_ipc":
-            raise ConfigError(
-                "this server's experts are on a GPU and reached by CUDA IPC: connect with "
-                "expertwire.cuda.remote.RemoteExperts"
-            )
-        shape = check_request(request, self.model, self.config)
         experts, device = self.shard, self.shard.device
-        if shape.fp8 or shape.element_bytes != experts.dtype.itemsize:
-            raise ConfigError(f"this server takes rows of {experts.dtype} only")
         replies = requests = server = None
         try:
-            replies = Imported(device, parse_hex(request, "memory"),
-                               shape.num_slots * shape.reply_slot_bytes)
+            shape = self._check(request)
+            taken, fds = fds, []
+            replies = Imported(device, taken, shape.num_slots * shape.reply_slot_bytes)
             requests = Exported(device, shape.num_slots * shape.request_slot_bytes)
             server = GpuServer(
                 experts, self.model["num_experts"], shape, server_id=self.lease.seat,
@@ -191,16 +183,30 @@ class ExpertService:
             server.start()
             channel.send({
                 "type": "connected", "server_id": self.lease.server_id or "",
-                "memory": requests.handle.hex(), "device": device_name(device),
-            })
+                "device": device_name(device),
+            }, [requests.fd])
             self._watch(channel, server)
         finally:
+            for fd in fds:
+                os.close(fd)
             if server is not None:
                 server.close()
             if replies is not None:
                 replies.close()
             if requests is not None:
                 requests.close()
+
+    def _check(self, request: dict[str, Any]) -> SlotShape:
+        """The slots that a client asks for. Raises ConfigError, ProtocolError."""
+        if request.get("memory_kind") != MEMORY_KIND:
+            raise ConfigError(
+                "this server's experts are on a GPU, their memory is shared with clients on GPUs "
+                "of this host: connect with --device cuda, or expertwire.cuda.remote.RemoteExperts"
+            )
+        shape = check_request(request, self.model, self.config)
+        if shape.fp8 or shape.element_bytes != self.shard.dtype.itemsize:
+            raise ConfigError(f"this server takes rows of {self.shard.dtype} only")
+        return shape
 
     def _watch(self, channel: Channel, server: GpuServer) -> None:
         """Until the client leaves, dies, or this service closes."""

@@ -89,6 +89,8 @@ void set_sleeping(ew_hca* hca, u32 value) {
   hca->sleeping.store(value, std::memory_order_seq_cst);
   std::lock_guard guard(hca->lock);
   for (ew_window* window : hca->windows) __atomic_store_n(&window->page->sleeping, value, __ATOMIC_SEQ_CST);
+  // One that came before its sender could see us asleep wakes nobody.
+  if (value && hca->num_watched) take_immediates(hca);
 }
 
 }  // namespace
