@@ -82,7 +82,8 @@ def use(
     """One client: connects, says so, waits for its turn, sends, checks, reports."""
     generator = torch.Generator().manual_seed(idx)
     hidden = torch.randn(ROWS, HIDDEN, generator=generator)
-    with Client(address, token=TOKEN, name=f"c{idx}", max_rows=ROWS, connect_timeout=limit) as client:
+    settings = {"max_rows": ROWS, "connect_timeout": limit}
+    with Client(address, token=TOKEN, name=f"c{idx}", **settings) as client:
         table = client.links.wait(lambda t: len(t.links) == num_servers, limit)
         told = {"connected": len(table.links)}
         os.write(report, json.dumps(told).encode() + b"\n")
