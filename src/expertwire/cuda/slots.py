@@ -6,6 +6,7 @@ side writes. `offer` goes to the peer, `connect` takes what it offered.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol, cast
 
 import torch
@@ -98,8 +99,13 @@ class QueuedSlots:
                 "memory": end.memory_handle().pack().hex()}, end.fds()
 
     def connect(self, message: dict[str, Any], fds: list[int]) -> None:
-        memory = MemoryHandle.unpack(parse_hex(message, "memory"))
-        connection = ConnectionHandle.unpack(parse_hex(message, "connection"))
+        try:
+            memory = MemoryHandle.unpack(parse_hex(message, "memory"))
+            connection = ConnectionHandle.unpack(parse_hex(message, "connection"))
+        except HandleError:
+            for fd in fds:
+                os.close(fd)
+            raise
         self.endpoint.connect(connection, memory, fds)
         if memory.num_bytes < self._peer_bytes:
             raise HandleError(f"the peer offers {memory.num_bytes} bytes of slots, "
