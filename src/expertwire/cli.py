@@ -108,6 +108,8 @@ def serve(
     name: Annotated[str | None, typer.Option(help="name shown in status")] = None,
     dtype: DtypeOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads")] = None,
+    room: Annotated[int | None, typer.Option(min=1, help="experts that it has memory for, which "
+                                             "`rebalance` may fill")] = None,
     of: Annotated[int | None, typer.Option(min=1, help="with --experts auto: how many share")]
     = None,
     batch_invariant: Annotated[bool, typer.Option(help="same bits whatever else is in a batch")]
@@ -123,7 +125,7 @@ def serve(
     parse_address(registry)
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
-        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant),
+        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, room=room),
         device=device,
     )
     server.start()
@@ -250,18 +252,20 @@ def rebalance(
     = 0.0,
     places: Annotated[int | None, typer.Option(min=1, help="experts that each server has room for")]
     = None,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds that moving may take")] = 600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan which expert should be on which server, from the load that was measured."""
-    from .errors import ConfigError
+    """Give hot experts replicas and take them from cold ones, while everybody goes on."""
     from .rebalance import run_rebalance
 
-    if not dry_run:
-        raise ConfigError("only `rebalance --dry-run` is there; start servers with the experts of "
-                          "the plan, then `expertwire drain` the old ones")
-    result = run_rebalance(registry, seconds=seconds, places=places, quiet=as_json)
+    result = run_rebalance(registry, seconds=seconds, places=places, dry_run=dry_run,
+                           timeout=timeout, quiet=as_json)
     if as_json:
         print_json(result)
+    for server, reason in result.get("applied", {}).get("failed", {}).items():
+        print(f"expertwire: {server}: {reason}", file=sys.stderr)
+    if result.get("applied", {}).get("failed"):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -325,3 +329,6 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
+
+
+from . import cli_trace  # noqa: E402, F401  (registers its commands on `app`)

@@ -16,11 +16,12 @@ import collections
 import os
 import secrets
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import collect, send
+from . import collect, send, trace
 from .config import ClientConfig
 from .control import load_token
 from .errors import ConfigError, ExpertwireError, InFlightError, WaitTimeout
@@ -62,6 +63,7 @@ class Client:
         self.config = config or ClientConfig(**settings)
         self.name = name or f"client-{os.getpid()}-{secrets.token_hex(3)}"
         self.client_id = secrets.randbits(31) + 1
+        trace.join(f"client {self.name}")
         self.lock = threading.RLock()
         self.times = StageTimes()
         self.num_skipped_ids = 0
@@ -78,7 +80,7 @@ class Client:
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
         self._trip = Trip(self._flights, self.config, self.client_id)
-        self._signal_adds = self.config.signal_mode != "write"  # needs each slot's previous seq
+        self._signal_adds = self.config.signal_mode == "add"  # needs each slot's previous seq
         self._check: InputCheck | None = None
         self._free = collections.deque(self._flights)
         self._queued: collections.deque[Chunk] = collections.deque()
@@ -86,7 +88,7 @@ class Client:
         self.membership = Membership(address, token, client_name=self.name)
         self.links = Links(
             self.hca, self.membership, token=token, client_id=self.client_id, name=self.name,
-            config=self.config, make_shape=self._make_shape, release=self.release_retired,
+            config=self.config, make_shape=self._make_shape, release=self.try_release,
         )
         self.membership.on_change = self.links.wake
         self.links.start()
@@ -106,10 +108,15 @@ class Client:
         `dispatch` and `Handle.combine`.
         """
         with self.lock:
+            start = time.perf_counter_ns() if trace.active else 0
             handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
             if not self._trip_to_the_end(handle, table):
                 self._issue_queued(table)
-            return handle.combine()
+            output = handle.combine()
+            if trace.active:
+                trace.stage("moe", start, time.perf_counter_ns(), layer=layer,
+                            client=self.client_id, rows=hidden.shape[0])
+            return output
 
     def dispatch(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -195,7 +202,7 @@ class Client:
     def _begin(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[Handle, RoutingTable]:
-        self._close_retired()  # before the table is read: what is retired is in no new table
+        self._release()  # before the table is read: what is retired is in no new table
         table = self._ready_table(layer)
         assert self._check is not None
         self._check(layer, hidden, topk_ids, topk_weights)
@@ -319,21 +326,25 @@ class Client:
         if error is not None and chunk.handle.error is None:
             chunk.handle.error = error
 
-    def release_retired(self) -> None:
-        """Closes connections that are in no table any more, from any thread; if this client is at
-        work, that is left for later."""
+    def try_release(self) -> None:
+        """Lets go of what is in no table any more, from any thread; if this client is at work,
+        that is left for later."""
         if self.lock.acquire(blocking=False):
             try:
                 if not self.closed:
-                    self._close_retired()
+                    self._release()
             finally:
                 self.lock.release()
 
-    def _close_retired(self) -> None:
+    def _release(self) -> None:
         """Closes connections of servers that left, unless a batch in flight was routed by them."""
+        if not self.links.is_holding:
+            return
+        in_use = [f for f in self._flights if f.chunk is not None and f.table is not None]
+        epochs = [flight.table.epoch for flight in in_use if flight.table is not None]
+        self.links.released_epoch = min([self.links.table.epoch, *epochs])
         if not self.links.retired or self.links.shape is None:
             return
-        in_use = [flight for flight in self._flights if flight.chunk is not None]
         held = {id(link) for flight in in_use if flight.table for link in flight.table.links}
         for link in [link for link in self.links.retired if id(link) not in held]:
             for flight in self._flights:

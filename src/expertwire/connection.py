@@ -151,6 +151,11 @@ class Endpoint:
                 f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
             )
 
+    def watch_immediates(self, slot_bytes: int, num_slots: int) -> None:
+        """The peer signals by write with immediate: its immediates are numbers of `recv` slots,
+        and set their flags. Before `connect`."""
+        self._window.watch(self.recv.addr, slot_bytes, num_slots)
+
     def first_error(self) -> tuple[int, int]:
         """(syndrome, work-queue entry) of the first error completion; (0, 0) if there is none."""
         return next((e for e in (qp.first_error() for qp in self._qps) if e[0]), (0, 0))

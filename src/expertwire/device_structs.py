@@ -97,6 +97,7 @@ class ClientRouteArgs(ctypes.Structure):
         ("tables", RouteTables), ("num_skipped", c_uint64), ("missing_expert", c_uint64),
         ("id_bytes", c_uint32), ("num_tokens", c_uint32), ("experts_per_row", c_uint32),
         ("num_experts", c_uint32), ("max_replicas", c_uint32), ("reply_mode", c_uint32),
+        ("rotation", c_uint32), ("reserved", c_uint32),
     )
 
 

@@ -47,6 +47,7 @@ class Links:
         self.shape: SlotShape | None = None
         self.table = RoutingTable(0, 0, [])
         self.retired: list[ServerLink] = []  # in no table; `release` closes them when unused
+        self.released_epoch = 0  # set by `release`: no batch is routed by a table before it
         self.refusals: dict[str, str] = {}  # server id -> why it is not connected
         self.num_lost = 0
         self._token = token
@@ -180,10 +181,16 @@ class Links:
                     return
                 try:
                     self._follow(selector, self.membership.snapshot())
-                    if self.retired:
+                    if self.is_holding:
                         self._release()
+                    self.membership.acknowledge(self.released_epoch)
                 except Exception:  # our own bug must not end all news for good
                     log.exception("following the membership failed")
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is something to let go of: connections, or older tables."""
+        return bool(self.retired) or self.table.epoch > self.released_epoch
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -191,7 +198,7 @@ class Links:
                 pass
 
     def _next_look(self) -> float:
-        if self.retired:
+        if self.is_holding:
             return RELEASE_SECONDS
         now = time.monotonic()
         waits = [at - now for at in list(self._retry_at.values()) if at > now]

@@ -14,12 +14,15 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .channel import MAX_FRAME_BYTES
 from .credentials import printable
 from .errors import ConfigError, ProtocolError
 from .placement import plan_experts
+
+if TYPE_CHECKING:
+    from .moves import Move
 
 log = logging.getLogger("expertwire.registry")
 
@@ -45,6 +48,9 @@ class Member:
         self.last_heard = now
         self.reports = 0
         self.last_report = ""
+        self.move: Move | None = None  # what it was asked to hold (moves.py)
+        # The epoch under which its experts were published last, when, and which one all have seen.
+        self.listed_epoch, self.listed_at, self.settled_epoch = epoch, now, 0
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -292,10 +298,12 @@ def check_facts(message: dict) -> dict[str, Any]:
     if not isinstance(address, str) or not 0 < len(address) <= 107:
         raise ProtocolError("register needs the address that the server listens on")
     pid, host_id = message.get("pid"), message.get("host_id")
+    room = message.get("room")  # experts that it has memory for, None: it does not say
     return {
         "name": printable(message.get("name") or "server", 64), "address": address,
         "host_id": printable(host_id or "", 64), "pid": pid if isinstance(pid, int) else None,
         "model": model, "experts": sorted(set(experts)),
+        "room": room if is_count(room, 1, MAX_NUM_EXPERTS) else None,
     }
 
 

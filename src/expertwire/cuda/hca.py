@@ -97,6 +97,9 @@ class GpuWindow:
         self._keys.remove(rkey)
         self.published.pop(rkey, None)
 
+    def watch(self, slots_addr: int, slot_bytes: int, num_slots: int) -> None:
+        raise HcaError("the GPU HCA has no receives: signal by write or by add")
+
     def close(self) -> None:
         if self in self._hca.windows:
             self._hca.windows.remove(self)

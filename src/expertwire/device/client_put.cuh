@@ -24,9 +24,9 @@ EW_DEVICE bool put_flag(const IbgdaPeer* peer, u64 remote_flag, u64 local_flag, 
                         u32 slot_idx, u32 signal_mode, u32 qp_id, KernelStatus* status, u32 peer_idx) {
   if (signal_mode == kSignalAdd)
     return ibgda_add_nonfetch(peer, remote_flag, seq - previous_seq, 8, qp_id, status, peer_idx);
-  if (!ibgda_put_nbi_warp<true>(peer, remote_flag, local_flag, 8, qp_id, 0, status, peer_idx)) return false;
-  return signal_mode != kSignalWriteImm ||
-         ibgda_signal_imm(peer, remote_flag, slot_idx, qp_id, status, peer_idx);
+  if (signal_mode == kSignalWriteImm)  // into the flag's second half: the receive completion makes it the flag
+    return ibgda_put_inline(peer, remote_flag + 8, seq, 8, qp_id, status, peer_idx, kOpRdmaWriteImm, slot_idx);
+  return ibgda_put_nbi_warp<true>(peer, remote_flag, local_flag, 8, qp_id, 0, status, peer_idx);
 }
 
 // Direct path: copy into the peer's mapped memory, region by region.

@@ -9,6 +9,7 @@
 #include "client_send.cuh"
 #include "device_checks.cuh"
 #include "gpu_hca.cuh"
+#include "trace.hpp"
 #include "trip.hpp"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
@@ -76,6 +77,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ew_server)
   EW_SIZE(HcaKey)
   EW_SIZE(HcaQueue)
+  if (strcmp(name, "TraceRecord") == 0) return sizeof(ew::TraceRecord);
   return 0;
 }
 
