@@ -148,11 +148,7 @@ class Endpoint:
                 raise HandleError(
                     f"the peer has {len(connection.qpns)} queue pairs, this side {len(self._qps)}"
                 )
-            actual = os.fstat(fds[2]).st_size
-            if actual < memory.num_bytes:
-                raise HandleError(
-                    f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
-                )
+            self._check_size(fds[2], memory)
             self.peer = self.hca.import_peer(fds[0], fds[1], [fds[2]])
         finally:
             for fd in fds:
@@ -165,6 +161,14 @@ class Endpoint:
         key.key_be = socket.htonl(memory.rkey)
         key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
+
+    @staticmethod
+    def _check_size(fd: int, memory: MemoryHandle) -> None:
+        actual = os.fstat(fd).st_size
+        if actual < memory.num_bytes:
+            raise HandleError(
+                f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
+            )
 
     def watch_immediates(self, slot_bytes: int, num_slots: int) -> None:
         """The peer signals by write with immediate: its immediates are numbers of `recv` slots,

@@ -111,7 +111,7 @@ class ClientPackArgs(ctypes.Structure):
         ("ids_stride", c_uint64), ("topk_weights", c_uint64), ("weights_stride", c_uint64),
         ("scales", c_uint64), ("scales_stride", c_uint64), ("missing_expert", c_uint64),
         ("id_bytes", c_uint32),
-        ("reserved", c_uint32),
+        ("reserved", c_uint32), ("seq", c_uint64),
     )
 
 
@@ -119,7 +119,7 @@ class ClientPutArgs(ctypes.Structure):
     _fields_ = (
         ("servers", c_uint64), ("tables", RouteTables), ("shape", MessageShape),
         ("status", c_uint64), ("missing_expert", c_uint64), ("max_loaded_servers", c_uint32),
-        ("signal_mode", c_uint32),
+        ("signal_mode", c_uint32), ("seq", c_uint64),
     )
 
 
@@ -264,7 +264,7 @@ class HcaQueue(ctypes.Structure):
         ("num_cqe_written", c_uint64), ("last_register", c_uint64 * 2), ("last_proxy", c_uint64),
         ("last_record", c_uint32), ("first_syndrome", c_uint32), ("first_error_idx", c_uint64),
         ("num_executed", c_uint64), ("num_errors", c_uint64), ("num_bytes", c_uint64),
-        ("reserved", c_uint64),
+        ("remote_shift", c_uint64),
     )
 
 

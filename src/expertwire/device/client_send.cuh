@@ -30,7 +30,7 @@ EW_DEVICE void send_piece(const ClientPackArgs& args, u32 s, u32 row, u32 piece,
 
 EW_KERNEL(client_send_direct, ClientSendArgs) {
   if (args.only_if && load_relaxed(at<const u32>(args.only_if), Scope::kGpu) == 0) return;
-  route_tokens(args.route, block_idx() == 0 && !args.only_if);
+  route_tokens(args.route, block_idx() == 0);
   block_sync();
   if (*at<const i32>(args.route.missing_expert) >= 0) return;
   ClientPackArgs pack = args.pack;
