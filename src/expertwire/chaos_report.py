@@ -18,10 +18,11 @@ PAUSE_MS, PAUSE_FACTOR = 20.0, 10.0  # a step that takes longer than both is a p
 CURVE_HEIGHT, LANE_HEIGHT, LANE_GAP = 90, 26, 8
 NUM_BINS = 240
 COLOURS = {"serves": PALETTE[2], "starts": PALETTE[4], "is stopped": PALETTE[1],
-           "drains": PALETTE[3], "dead": "#d9dce3", "pause of a client": PALETTE[5]}
+           "drains": PALETTE[3], "cut off": PALETTE[6], "dead": "#d9dce3",
+           "pause of a client": PALETTE[5]}
 BECOMES = {"ready": "serves", "kill": "dead", "kill_registry": "dead", "stop": "is stopped",
            "continue": "starts", "start": "starts", "join": "starts", "start_registry": "serves",
-           "drain": "drains", "left": "dead"}
+           "drain": "drains", "left": "dead", "cut": "cut off"}
 
 
 class Steps:

@@ -28,7 +28,8 @@ class Fleet(ChildGroup):
         self.dtype = dtype
         self.lease = lease
         self.token = secrets.token_hex(16).encode()
-        self.address = "127.0.0.1:0"
+        self.address = "127.0.0.1:0"  # of the registry
+        self.way_in = ""  # another address that leads to it; "": servers take the registry's own
         self.servers: dict[str, ChildProcess] = {}
         self.registry: ChildProcess | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="expertwire-fleet-")
@@ -54,7 +55,8 @@ class Fleet(ChildGroup):
                 raise ConfigError(f"server {name} is running already")
             self._forget(running)
         self.servers[name] = server = self.start(
-            name, ["serve", self.model, "--experts", experts, "--registry", self.address,
+            name, ["serve", self.model, "--experts", experts, "--registry",
+                   self.way_in or self.address,
                    "--name", name, "--dtype", self.dtype, "--threads", "1"], self._env,
         )
         if wait:
