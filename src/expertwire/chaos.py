@@ -96,11 +96,12 @@ class ChaosRun:
     def run(self) -> list[LoadThread]:
         """Runs the plan; the load threads, ended, with what they saw. Raises WaitTimeout if the
         system does not come together again."""
-        oracle = Oracle(self.model, rows=self.plan.rows, seed=self.plan.seed)
         gc.collect()
         before = Resources.of()
         loads: list[LoadThread] = []
         with Fleet(self.model) as self.fleet, contextlib.ExitStack() as stack:
+            # The fleet's warm process imports meanwhile.
+            oracle = Oracle(self.model, rows=self.plan.rows, seed=self.plan.seed)
             self.fleet.start_registry()
             stack.callback(self._open_relay().close)
             self.fleet.start_servers(self.plan.servers)
