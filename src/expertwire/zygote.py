@@ -127,11 +127,8 @@ class Zygote:
     def close(self) -> None:
         """Ends the warm process; what it forked must have ended before. Idempotent."""
         self._socket.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
+        self._process.kill()  # it has nothing to put in order, and may be importing still
+        self._process.wait(5)
 
     def __enter__(self) -> Zygote:
         return self
