@@ -21,6 +21,7 @@ from .cli import stop_on_signals
 from .client import Client
 from .config import ClientConfig
 from .errors import ConfigError
+from .openai_errors import OpenAIErrors
 from .processes import follow_parent
 from .serve import load_progress
 
@@ -136,12 +137,14 @@ def listening(server: Any, thread: threading.Thread) -> str | None:
 
 @contextlib.contextmanager
 def replaced_classes(model: str, client: Client, dtype: str | None) -> Generator[None]:
-    """While open, transformers' server is made with our model manager and generation state."""
-    from transformers.cli.serving import model_manager, utils
+    """While open, transformers' server is made with our manager, generation state and errors."""
+    from transformers.cli.serving import model_manager, server, utils
 
-    places = [
+    build = server.build_server
+    places: list[tuple[Any, str, Any]] = [
         (model_manager, "ModelManager", make_manager(model, client, dtype)),
         (utils, "GenerationState", make_state(client)),
+        (server, "build_server", lambda *args, **kwargs: OpenAIErrors(build(*args, **kwargs))),
     ]
     originals = [getattr(module, name) for module, name, _ in places]
     for module, name, replacement in places:
