@@ -87,6 +87,7 @@ def test_layers_that_predict_ahead_are_left_aside(deepseek):
 
 
 def test_layers_ahead_that_the_config_counts(deepseek):
+    change_config(deepseek, num_nextn_predict_layers=0)
     add_tensors(deepseek, 2)
     with pytest.raises(CheckpointError, match=r"2 layers, but there is model\.layers\.2\."):
         inspect_model(deepseek)
