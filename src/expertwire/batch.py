@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from . import trace
 from ._native import declare
 from .client_link import ClientLink
 from .config import ServerConfig
@@ -223,6 +224,9 @@ class Batcher:
             output = self._run_experts(num_messages, layer, data_type)
             done = time.perf_counter_ns()
             reply.experts_us = (done - start) // 1000
+            if trace.active:
+                trace.stage("experts", start, done, layer=layer, server=seat,
+                            rows=self._offsets[-1].item())
             reply.expert_output = output.data_ptr() if output is not None else 0
             look = self._send(self._native_address)
             if look < 0:

@@ -29,6 +29,9 @@ Fp8Option = Annotated[
 DirectOption = Annotated[
     bool, typer.Option("--direct", help="store into the servers' memory without the work queue")
 ]
+DeviceOption = Annotated[
+    str, typer.Option(help="of the attention side: cpu, or cuda[:N] for servers on GPUs")
+]
 DEFAULT_REGISTRY = "127.0.0.1:7700"
 
 
@@ -129,7 +132,7 @@ def serve(
     batch_invariant: Annotated[bool, typer.Option(help="same bits whatever else is in a batch")]
     = True,
     device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
-                                        "host: cuda.remote.RemoteExperts")] = "cpu",
+                                        "host: --device there, or cuda.remote")] = "cpu",
 ) -> None:
     """Serve some experts of a model."""
     from .config import ServerConfig
@@ -161,6 +164,7 @@ def generate(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with remote experts."""
@@ -171,7 +175,7 @@ def generate(
     parse_address(registry)
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
-        as_json=as_json, token=load_token(), dtype=dtype,
+        as_json=as_json, token=load_token(), dtype=dtype, device=device,
         config=ClientConfig(connect_timeout=timeout, fp8=fp8, do_ibgda=not direct),
     )
     if as_json:
@@ -189,6 +193,7 @@ def openai(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Run transformers' OpenAI-compatible server with remote experts."""
     from .config import ClientConfig
@@ -197,7 +202,7 @@ def openai(
 
     parse_address(registry)
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
-               continuous_batching=continuous_batching,
+               continuous_batching=continuous_batching, device=device,
                client_config=ClientConfig(
                    connect_timeout=timeout, fp8=fp8, do_ibgda=not direct
                ))
@@ -341,3 +346,6 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
+
+
+from . import cli_plan, cli_trace  # noqa: E402, F401  (register their commands on `app`)

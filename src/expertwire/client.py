@@ -16,11 +16,12 @@ import collections
 import os
 import secrets
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import collect, send
+from . import collect, send, trace
 from .config import ClientConfig
 from .control import load_token
 from .errors import ConfigError, ExpertwireError, InFlightError, WaitTimeout
@@ -63,6 +64,7 @@ class Client:
         self.config = config or ClientConfig(**settings)
         self.name = name or f"client-{os.getpid()}-{secrets.token_hex(3)}"
         self.client_id = secrets.randbits(31) + 1
+        trace.join(f"client {self.name}")
         self.lock = threading.RLock()
         self.times = StageTimes()
         self.num_skipped_ids = 0
@@ -79,7 +81,7 @@ class Client:
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
         self._trip = Trip(self._flights, self.config, self.client_id)
-        self._signal_adds = self.config.signal_mode != "write"  # needs each slot's previous seq
+        self._signal_adds = self.config.signal_mode == "add"  # needs each slot's previous seq
         self._check: InputCheck | None = None
         self._pace: Pace | None = None
         self._free = collections.deque(self._flights)
@@ -108,10 +110,15 @@ class Client:
         `dispatch` and `Handle.combine`.
         """
         with self.lock:
+            start = time.perf_counter_ns() if trace.active else 0
             handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
             if not self._trip_to_the_end(handle, table):
                 self._issue_queued(table)
-            return handle.combine()
+            output = handle.combine()
+            if trace.active:
+                trace.stage("moe", start, time.perf_counter_ns(), layer=layer,
+                            client=self.client_id, rows=hidden.shape[0])
+            return output
 
     def dispatch(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -150,6 +157,13 @@ class Client:
     def model_info(self) -> dict | None:
         """What the servers say of their model (None before the first one is connected)."""
         return self.links.model
+
+    def is_ready(self) -> bool:
+        """Whether every expert is held by a server that this client is connected to."""
+        return not self.links.table.missing()
+
+    def recover(self) -> None:
+        """Nothing: this client connects anew by itself."""
 
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""

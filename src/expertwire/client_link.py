@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from .config import ServerConfig
+from .config import MAX_IMM_SLOTS, SIGNAL_MODES, ServerConfig
 from .connection import Endpoint
 from .control import Channel
-from .device_structs import SIGNAL_ADD, SIGNAL_WRITE, ServerSlot
+from .device_structs import SIGNAL_WRITE_IMM, ServerSlot
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
@@ -105,6 +105,8 @@ def admit(
             recv_bytes=shape.num_slots * shape.request_slot_bytes, num_qps=int(request["num_qps"]),
             depth=config.queue_depth, timeout_ns=int(config.reply_timeout * 1e9),
         )
+        if link.signal_mode == SIGNAL_WRITE_IMM and link.do_ibgda:
+            endpoint.watch_immediates(shape.request_slot_bytes, shape.num_slots)
         memory = MemoryHandle.unpack(parse_hex(request, "memory"))
         if memory.num_bytes < shape.num_slots * shape.reply_slot_bytes:
             raise HandleError("the client offers less reply memory than its slots need")
@@ -176,8 +178,10 @@ def check_request(request: dict, model: dict, config: ServerConfig) -> SlotShape
             f"{largest} bytes of slots; the limit is {config.max_slot_bytes}: lower max_rows or "
             "num_slots at the client, or raise max_slot_bytes at the server"
         )
-    if request.get("signal_mode") not in (SIGNAL_WRITE, SIGNAL_ADD):
+    if request.get("signal_mode") not in SIGNAL_MODES.values():
         raise ProtocolError(f"unknown signal mode {request.get('signal_mode')!r}")
+    if request["signal_mode"] == SIGNAL_WRITE_IMM and shape.num_slots > MAX_IMM_SLOTS:
+        raise ConfigError(f"{shape.num_slots} slots; with immediates at most {MAX_IMM_SLOTS}")
     num_qps, client_id = request.get("num_qps"), request.get("client_id")
     if not isinstance(num_qps, int) or not 1 <= num_qps <= 64:
         raise ProtocolError(f"{num_qps!r} queue pairs; from 1 to 64 are possible")

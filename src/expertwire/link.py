@@ -11,7 +11,7 @@ from typing import Any
 from .config import SIGNAL_MODES, ClientConfig
 from .connection import Endpoint
 from .control import Channel, connect_unix
-from .device_structs import SIGNAL_WRITE
+from .device_structs import SIGNAL_WRITE, SIGNAL_WRITE_IMM
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError, WaitTimeout
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
@@ -84,6 +84,8 @@ def open_link(
             recv_bytes=shape.num_slots * shape.reply_slot_bytes, num_qps=config.num_qps,
             depth=config.queue_depth, timeout_ns=int(longest_wait(config.reply_timeout) * 1e9),
         )
+        if SIGNAL_MODES[config.signal_mode] == SIGNAL_WRITE_IMM and config.do_ibgda:
+            endpoint.watch_immediates(shape.reply_slot_bytes, shape.num_slots)
         request = {
             "type": "connect", "data_protocol": DATA_PROTOCOL, "client_id": client_id,
             "client": client_name, "fingerprint": fingerprint,
@@ -122,7 +124,7 @@ def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:
     if do_ibgda and signal_mode == SIGNAL_WRITE and hca.relaxed_ordering:
         raise ConfigError(
             'signal_mode "write" needs a path that keeps writes in order, and this one may not: '
-            'use "add"'
+            'use "add" or "write_imm"'
         )
 
 

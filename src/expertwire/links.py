@@ -271,14 +271,19 @@ class Links:
                 known.pop(address, None)
 
     def _connect_to(self, members: Members) -> None:
-        staying = [e for s in members.servers if not s.draining and s.server_id not in self.refusals
-                   for e in s.experts]
+        staying = {e for s in members.servers if not s.draining and s.server_id not in self.refusals
+                   for e in s.experts}
+        room = {True: MAX_RETRYING, False: MAX_CONNECTING}  # by whether it failed before
+        for address in self._connecting:
+            room[address in self._retry_at] -= 1
+        now = time.monotonic()
         for server in members.servers:
             if server.server_id in self._links or server.address in self._connecting:
                 continue
-            if time.monotonic() < self._retry_at.get(server.address, 0.0):
+            again = server.address in self._retry_at
+            if room[again] <= 0 or now < self._retry_at.get(server.address, 0.0):
                 continue
-            if server.draining and set(server.experts) <= set(staying):
+            if server.draining and staying.issuperset(server.experts):
                 continue
             # The keys of whoever had the seat before are revoked first.
             if any(link.seat == server.seat and link.address != server.address
@@ -286,15 +291,12 @@ class Links:
                 continue
             if self._stop.is_set():
                 return
-            again = server.address in self._retry_at
-            others = [a in self._retry_at for a in self._connecting]
-            if others.count(again) >= (MAX_RETRYING if again else MAX_CONNECTING):
-                continue
             try:
                 self._adopt_model(server.model)
             except (ExpertwireError, KeyError, TypeError, ValueError) as err:
                 self._refused(server, err)
                 continue
+            room[again] -= 1
             self._connecting[server.address] = thread = threading.Thread(
                 target=self._open, args=(server, self._patience_with(server.address)),
                 name="expertwire-connect", daemon=True,

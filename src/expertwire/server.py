@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import trace
 from .batch import Batcher, Experts
 from .client_link import ClientLink, admit, refuse, share_credit
 from .config import ServerConfig
@@ -132,6 +133,7 @@ class Server:
         self._watched.register(self._watch_wake[0], selectors.EVENT_READ, None)
         self.hca = open_hca("soft")
         self._started = True
+        trace.join(self.name)
         self.lease = Lease(
             self.registry_address, self._token,
             {
