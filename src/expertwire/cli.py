@@ -331,4 +331,4 @@ def main() -> None:
         raise SystemExit(141) from None
 
 
-from . import cli_trace  # noqa: E402, F401  (registers its commands on `app`)
+from . import cli_plan, cli_trace  # noqa: E402, F401  (register their commands on `app`)

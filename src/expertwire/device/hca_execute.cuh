@@ -60,7 +60,8 @@ EW_DEVICE void hca_write_cqe(HcaQueue* queue, u64 wqe_idx, u32 opcode, u32 send_
   const u64 count = queue->num_cqe_written, n = queue->num_cqe;
   if (!collapsed && !(queue->cq_flags & kCqOverrunIgnore)) {
     const u32 consumer = bswap32(load_relaxed(at<const u32>(queue->cq_dbrec_addr), hca_scope(queue))) & 0xffffff;
-    if (((count - consumer) & 0xffffff) >= n) {
+    if (((count - consumer) & 0xffffff) >= n) {  // the full queue cannot tell anybody; first_error does
+      if (queue->first_syndrome == 0) queue->first_syndrome = kLocalQpOperation, queue->first_error_idx = wqe_idx;
       queue->state = kQpError;
       return;
     }
