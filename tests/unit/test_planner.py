@@ -1,4 +1,4 @@
-"""Predictions against figures that were measured, formulas against enumeration, and their limits."""
+"""Predictions against measured figures, formulas against enumeration, and their limits."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_loads_that_are_none(content, text, tmp_path, capsys):
         plan(capsys, "--loads", str(tmp_path / "loads.json"))
 
 
-@pytest.mark.parametrize("combination", itertools.product((1, 64), (1, 16), ("cpu", "h200")))
+@pytest.mark.parametrize("combination", list(itertools.product((1, 64), (1, 16), ("cpu", "h200"))))
 def test_every_figure_is_finite(combination, capsys):
     tokens, clients, device = combination
     facts = json.loads(plan(capsys, "--json", "--tokens-per-step", str(tokens), "--clients",
