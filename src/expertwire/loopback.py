@@ -27,6 +27,7 @@ from .device_structs import (
     KernelStatus,
     MessageShape,
     RouteTables,
+    ServerEchoArgs,
     ServerGatherArgs,
     ServerMessage,
     ServerModel,
@@ -147,6 +148,10 @@ class LoopbackServer:
             arrived=self.arrived.addr, hidden_size=shape.hidden_size,
             output_type=DATA_TYPES[shape.dtype], server_id=3,
         )
+        echo = ServerReplyArgs.from_buffer_copy(self.reply_args)
+        echo.expert_output = 0
+        self.seen = target.alloc(4)
+        self.echo = ServerEchoArgs(poll=self.poll, reply=echo, seen=self.seen.addr)
 
     def connect(self, client_reply: Block, wire: Wire, signal_mode: int, in_place: bool) -> None:
         slots = self.shape.slots
@@ -232,6 +237,7 @@ class Loopback:
         self.missing = target.place(np.array([-1], np.int32))
         self.status = target.alloc(ctypes.sizeof(KernelStatus))
         self.seq, self.arrived = target.alloc(8), target.alloc(4)
+        self.counts = target.alloc(num_servers * (max_rows + 1) * 8, UNTOUCHED)
         self.row_bytes = hidden.shape[1] * hidden.element_size()
         self.hidden = target.alloc(offset + hidden.shape[0] * self.row_bytes)
         self.hidden.write(hidden.contiguous().view(torch.uint8), offset)
@@ -296,7 +302,8 @@ class Loopback:
         )
 
         self.send_args = ClientSendArgs(
-            route=self.route, pack=self.pack, seq=self.seq.addr, arrived=self.arrived.addr
+            route=self.route, pack=self.pack, seq=self.seq.addr, arrived=self.arrived.addr,
+            counts=self.counts.addr,
         )
 
     def set_seq(self, seq: int) -> None:

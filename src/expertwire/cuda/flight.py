@@ -15,6 +15,7 @@ from ..device_structs import (
     RouteTables,
 )
 from ..target import Runnable
+from .launch import WARP_SIZE
 
 if TYPE_CHECKING:
     from .client import GpuClient
@@ -46,9 +47,9 @@ class GpuFlight:
             target.place(client.slot_entries(slot_idx)), target.alloc(num_servers * 4),
             target.alloc(num_servers * 4), target.alloc(num_servers * shape.max_rows * 4),
             target.alloc(max_pairs * 4), target.alloc(max_pairs * 4), target.alloc(8),
-            target.alloc(4),
+            target.alloc(4), target.alloc(num_servers * (-(-shape.max_rows // WARP_SIZE) + 1) * 8),
         ]
-        servers, batch_size, num_pairs, row_token, pair_server, pair_row, seq, arrived = (
+        servers, batch_size, num_pairs, row_token, pair_server, pair_row, seq, arrived, counts = (
             block.addr for block in self._memory
         )
         tables = RouteTables(
@@ -71,7 +72,7 @@ class GpuFlight:
             pack=ClientPackArgs(
                 servers=servers, tables=tables, shape=message, missing_expert=counts + 8
             ),
-            seq=seq, arrived=arrived,
+            seq=seq, arrived=arrived, counts=counts,
         )
         self._combine = ClientCombineArgs(
             servers=servers, tables=tables, shape=message, status=client.status.addr, seq=seq,
@@ -100,7 +101,7 @@ class GpuFlight:
         pack.hidden, pack.hidden_stride = hidden.data_ptr(), hidden.stride(0) * hidden.itemsize
         pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)
         pieces = num_tokens * -(-self._row_bytes // SEND_PIECE)
-        self._launch("client_send_direct", self._send, num_blocks(pieces)).run()
+        self._launch("client_send_direct", self._send, num_blocks(pieces) + 1).run()
 
     def launch_combine(self, output: torch.Tensor) -> None:
         """Waits on the GPU for the replies and sums them into output [T, H]."""

@@ -5,6 +5,9 @@
 // Blocks of up to 32 warps: more registers than 64 a thread would not fit.
 #define EW_KERNEL(name, Args) \
   extern "C" __global__ void __launch_bounds__(1024) name(const __grid_constant__ Args args)
+// Blocks of up to 8 warps: kernels that hold rows in registers.
+#define EW_WIDE_KERNEL(name, Args) \
+  extern "C" __global__ void __launch_bounds__(256, 1) name(const __grid_constant__ Args args)
 #define EW_SHARED(Type, name) __shared__ Type name
 
 EW_DEVICE u32 thread_idx() { return threadIdx.x; }
@@ -33,6 +36,7 @@ EW_DEVICE u32 warp_exclusive_sum(u32 value, u32* total) {
   return sum - value;
 }
 
+EW_DEVICE u32 popcount(u32 v) { return __popc(v); }
 EW_DEVICE u16 bswap16(u16 v) { return static_cast<u16>(__byte_perm(v, 0, 0x4401)); }
 EW_DEVICE u32 bswap32(u32 v) { return __byte_perm(v, 0, 0x0123); }
 EW_DEVICE u64 bswap64(u64 v) {
@@ -85,6 +89,13 @@ EW_DEVICE void fence(Scope scope) {
     __threadfence();
 }
 
+EW_DEVICE void fence_acq_rel(Scope scope) {
+  if (scope == Scope::kSystem)
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+  else
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 // Queue state is touched by device code of one GPU only, so device scope is enough.
 EW_DEVICE u32 atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
 EW_DEVICE u64 atomic_add(u64* p, u64 v) { return atomicAdd(p, v); }
@@ -106,8 +117,8 @@ EW_DEVICE void spin_pause() { __nanosleep(20); }
 // 16 bytes a lane and step where both sides allow it, otherwise 4, otherwise bytes.
 EW_DEVICE void warp_copy(void* dst, const void* src, u64 num_bytes) {
   const u64 mix = reinterpret_cast<u64>(dst) | reinterpret_cast<u64>(src);
-  const u32 unit = (mix & 15) == 0 ? 16 : (mix & 3) == 0 ? 4 : 1;
-  const u64 num_units = num_bytes / unit;
+  const u32 unit_log2 = (mix & 15) == 0 ? 4 : (mix & 3) == 0 ? 2 : 0, unit = 1u << unit_log2;
+  const u64 num_units = num_bytes >> unit_log2;
   if (unit == 16) {
     auto* d = static_cast<uint4*>(dst);
     auto* s = static_cast<const uint4*>(src);
@@ -121,9 +132,34 @@ EW_DEVICE void warp_copy(void* dst, const void* src, u64 num_bytes) {
     for (u64 i = lane_id(); i < num_units; i += 32)
       static_cast<u32*>(dst)[i] = static_cast<const u32*>(src)[i];
   }
-  const u64 done = unit == 1 ? 0 : num_units * unit;
+  const u64 done = unit == 1 ? 0 : num_units << unit_log2;
   for (u64 i = done + lane_id(); i < num_bytes; i += 32)
     static_cast<u8*>(dst)[i] = static_cast<const u8*>(src)[i];
+}
+
+// At most copy_piece() bytes on their way to one place or several: read once, while the warp does
+// something else.
+struct HeldBytes {
+  const u8* src;
+  u64 num_bytes;
+  uint4 part[4];
+};
+EW_DEVICE HeldBytes hold_bytes(const u8* src, u64 num_bytes) {
+  HeldBytes held = {src, num_bytes};
+  if (reinterpret_cast<u64>(src) & 15) return held;
+#pragma unroll
+  for (u32 p = 0; p < 4; ++p)
+    if (512 * p + 16 * lane_id() + 16 <= num_bytes)
+      held.part[p] = reinterpret_cast<const uint4*>(src)[32 * p + lane_id()];
+  return held;
+}
+EW_DEVICE void put_held(u8* dst, const HeldBytes& held) {
+  if ((reinterpret_cast<u64>(dst) | reinterpret_cast<u64>(held.src) | held.num_bytes) & 15)
+    return warp_copy(dst, held.src, held.num_bytes);
+#pragma unroll
+  for (u32 p = 0; p < 4; ++p)
+    if (512 * p + 16 * lane_id() + 16 <= held.num_bytes)
+      reinterpret_cast<uint4*>(dst)[32 * p + lane_id()] = held.part[p];
 }
 EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   for (u64 i = lane_id(); i < num_bytes; i += 32) static_cast<u8*>(dst)[i] = 0;
