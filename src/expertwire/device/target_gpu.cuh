@@ -7,7 +7,7 @@
   extern "C" __global__ void __launch_bounds__(1024) name(const __grid_constant__ Args args)
 // Blocks of up to 8 warps: kernels that hold rows in registers.
 #define EW_WIDE_KERNEL(name, Args) \
-  extern "C" __global__ void __launch_bounds__(256, 1) name(const __grid_constant__ Args args)
+  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Args args)
 #define EW_SHARED(Type, name) __shared__ Type name
 
 EW_DEVICE u32 thread_idx() { return threadIdx.x; }
