@@ -50,7 +50,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def capture(stream: torch.cuda.Stream, enqueue: Sequence[Enqueue]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+    apart = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+    with torch.cuda.device(stream.device), apart:  # other threads may go on
         for step in enqueue:
             step()
     return graph
@@ -97,7 +98,7 @@ class Pair:
     def _once(self) -> float:
         assert self._before is not None
         self._before()
-        synchronize(self._devices)
+        self._wait()
         with torch.cuda.device(self._devices[0]):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._serve(1)
@@ -105,8 +106,13 @@ class Pair:
             begin.record()
             self._client.replay()
             end.record()
-        synchronize(self._devices)
+        self._wait()
         return 1000 * begin.elapsed_time(end) / self._num_trips
+
+    def _wait(self) -> None:
+        """For this pair's streams: an HCA kernel may run beside them."""
+        for stream in (*map(torch.cuda.current_stream, self._devices), *self._streams):
+            stream.synchronize()
 
 
 class Rounds:

@@ -68,7 +68,7 @@ class Bench:
         step = Loopback(
             self.client, StepShape(num_rows, HIDDEN_SIZE, 1, 1, [[0]]), hidden,
             torch.zeros(num_rows, 1, dtype=torch.int64), torch.ones(num_rows, 1),
-            in_place=in_place, timeout_ns=TIMEOUT_NS, server_target=self.server, wire=wire,
+            in_place=in_place, timeout_ns=TIMEOUT_NS, server_targets=[self.server], wire=wire,
         )
         step.servers[0].reply_args.expert_output = 0  # echo
         synchronize(self.devices)

@@ -191,7 +191,7 @@ class Loopback:
     [T, K] float32. All are copied to the target. offset: bytes that the rows start off alignment.
     wire: makes one direction from (target, local memory, remote memory, timeout in ns). in_place:
     messages and replies are made in the other side's slot, and each launch of the `client_send`
-    kernel takes the next sequence number by itself. server_target: where the servers are, default
+    kernel takes the next sequence number by itself. server_targets: where each server is, default
     where the client is; each side must reach the other's memory.
     """
 
@@ -200,14 +200,15 @@ class Loopback:
         topk_weights: torch.Tensor, scales: torch.Tensor | None = None, *, signal_mode: int = 0,
         offset: int = 0, timeout_ns: int = 2_000_000_000,
         wire: Callable[[Target, Block, Block, int], Wire] = Wire, in_place: bool = False,
-        server_target: Target | None = None,
+        server_targets: Sequence[Target] | None = None,
     ):
         self.target, self.shape = target, shape
-        there = server_target or target
         slots, num_servers = shape.slots, len(shape.shares)
         max_rows = slots.max_rows
         self.servers = [
-            LoopbackServer(there, shape, experts, timeout_ns) for experts in shape.shares
+            LoopbackServer(there, shape, experts, timeout_ns)
+            for there, experts in zip(server_targets or [target] * num_servers, shape.shares,
+                                      strict=True)
         ]
         self.send = [
             target.alloc_slot(slots.request_slot_bytes, UNTOUCHED) for _ in self.servers
@@ -223,7 +224,7 @@ class Loopback:
             reply.write(b"\0" * 16, reply.num_bytes - 16)
             to_server = wire(target, send, server.recv, timeout_ns)
             self.wires.append(to_server)
-            to_client = wire(there, server.reply, reply, timeout_ns)
+            to_client = wire(server.target, server.reply, reply, timeout_ns)
             server.connect(reply, to_client, signal_mode, in_place)
             entry.send_addr = server.recv.addr if in_place else send.addr
             entry.in_place, entry.request_slot_bytes = in_place, send.num_bytes

@@ -85,21 +85,24 @@ EW_DEVICE const void* pair_result(const ClientCombineArgs& args, u32 token, u32 
   return at<const u8>(at<const ClientServer>(args.servers)[server].reply_addr + static_cast<u64>(row) * row_bytes);
 }
 
-// Each warp looks up its first token's rows while it waits for them.
+// Each warp's list of where its token's results are; the first one is made while it waits for them.
 constexpr u32 kListedRows = 16;
-struct RowList {
+struct RowLists {
   const void* row[32][kListedRows];
 };
+EW_DEVICE void list_rows(const ClientCombineArgs& args, u32 token, const void** list) {
+  const u32 top_k = args.shape.experts_per_row, listed = top_k < kListedRows ? top_k : kListedRows;
+  for (u32 k = lane_id(); k < listed; k += warp_size()) list[k] = pair_result(args, token, k);
+}
 
 EW_WIDE_KERNEL(client_combine, ClientCombineArgs) {
   EW_SHARED(u32, code);
-  EW_SHARED(RowList, list);
-  const u32 top_k = args.shape.experts_per_row, listed = top_k < kListedRows ? top_k : kListedRows;
+  EW_SHARED(RowLists, lists);
+  const void** list = lists.row[warp_id()];
   const u32 pieces = static_cast<u32>((args.shape.hidden_size + row_piece() - 1) / row_piece());
   const u32 num_items = args.num_tokens * pieces, first = global_warp();
   if (thread_idx() == 0) code = kOk;
-  for (u32 k = lane_id(); first < num_items && k < listed; k += warp_size())
-    list.row[warp_id()][k] = pair_result(args, first / pieces, k);
+  if (first < num_items) list_rows(args, first / pieces, list);
   block_sync();
   wait_replies(args, &code);
   block_sync();
@@ -108,9 +111,13 @@ EW_WIDE_KERNEL(client_combine, ClientCombineArgs) {
   for (u32 item = first; item < num_items; item += all_warps()) {
     const u32 token = item / pieces;
     const u64 begin = item % pieces * row_piece();
-    warp_row_sum(at<u8>(args.output + token * args.output_stride), args.output_type, args.shape.reply_type, top_k,
-                 begin, min_u64(begin + row_piece(), args.shape.hidden_size), [&](u32 k, float*) {
-                   return item == first && k < kListedRows ? list.row[warp_id()][k] : pair_result(args, token, k);
-                 });
+    if (item != first) {
+      warp_sync();  // every lane is done with the list
+      list_rows(args, token, list);
+      warp_sync();
+    }
+    warp_row_sum(at<u8>(args.output + token * args.output_stride), args.output_type, args.shape.reply_type,
+                 args.shape.experts_per_row, begin, min_u64(begin + row_piece(), args.shape.hidden_size),
+                 [&](u32 k, float*) { return k < kListedRows ? list[k] : pair_result(args, token, k); });
   }
 }

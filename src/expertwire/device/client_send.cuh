@@ -29,6 +29,14 @@ constexpr u32 kSharedGroups = 1024;  // in a block's own memory, which is quicke
 struct SharedGroups {
   TokenGroup group[kSharedGroups];
 };
+constexpr u32 kSharedSlots = 32;  // servers whose slots a block knows by heart
+struct SharedSlots {
+  u64 addr[kSharedSlots], flag[kSharedSlots];
+};
+EW_DEVICE u64 send_flag(const ClientPackArgs& pack, u32 s) {
+  const ClientServer& server = at<const ClientServer>(pack.servers)[s];
+  return slot_flag(server.send_addr, server.request_slot_bytes);
+}
 constexpr u32 kServersAtOnce = 32, kIdsAtOnce = 8;  // ids: independent loads
 
 // One block: groups [num_servers][num_groups + 1]. False: some expert has no server.
@@ -75,8 +83,8 @@ EW_DEVICE bool count_rows(const ClientRouteArgs& args, TokenGroup* groups, u32 n
 }
 
 // A piece of a token's row to each of its servers; the first piece brings what else a row has.
-EW_DEVICE void send_piece(const ClientSendArgs& args, const TokenGroup* groups, u32 num_groups, u32 token, u32 piece,
-                          const HeldBytes& bytes) {
+EW_DEVICE void send_piece(const ClientSendArgs& args, const SharedSlots& slots, const TokenGroup* groups,
+                          u32 num_groups, u32 token, u32 piece, const HeldBytes& bytes) {
   const ClientPackArgs& pack = args.pack;
   const u32 num_servers = pack.tables.num_servers, lane = token % warp_size();
   for (u32 first = 0; first < num_servers; first += warp_size()) {
@@ -89,7 +97,8 @@ EW_DEVICE void send_piece(const ClientSendArgs& args, const TokenGroup* groups, 
       group += token / warp_size();
       const u32 row = group->before + popcount(group->here & ((1u << lane) - 1));
       const u64 at_byte = row * hidden_row_bytes(pack.shape) + piece * copy_piece();
-      put_held(at<u8>(at<const ClientServer>(pack.servers)[s].send_addr + layout.hidden_offset + at_byte), bytes);
+      const u64 slot = s < kSharedSlots ? slots.addr[s] : at<const ClientServer>(pack.servers)[s].send_addr;
+      put_held(at<u8>(slot + layout.hidden_offset + at_byte), bytes);
       if (piece == 0)
         pack_row_facts(pack, s, row, token, layout, [&](u32, i64 id) {
           return id >= 0 && id < args.route.num_experts && server_of(args.route, id, token) == static_cast<i32>(s);
@@ -116,6 +125,9 @@ EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
   if (item < num_items) bytes = hold_piece(args.pack, item / pieces, item % pieces);
 
   EW_SHARED(SharedGroups, shared);
+  EW_SHARED(SharedSlots, slots);
+  for (u32 s = thread_idx(); s < num_servers && s < kSharedSlots; s += block_dim())
+    slots.addr[s] = at<const ClientServer>(args.pack.servers)[s].send_addr, slots.flag[s] = send_flag(args.pack, s);
   const u32 num_groups = ceil_div(args.route.num_tokens, warp_size());
   const bool fits = num_servers * (num_groups + 1) <= kSharedGroups;
   TokenGroup* groups = fits ? shared.group : at<TokenGroup>(args.counts);
@@ -127,7 +139,7 @@ EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
   for (; item < num_items; item += step) {
     HeldBytes next = {};
     if (const u32 i = item + step; i < num_items) next = hold_piece(args.pack, i / pieces, i % pieces);
-    send_piece(args, groups, num_groups, item / pieces, item % pieces, bytes);
+    send_piece(args, slots, groups, num_groups, item / pieces, item % pieces, bytes);
     bytes = next;
   }
   for (; item < num_items + num_servers; item += step) {
@@ -137,8 +149,7 @@ EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
   if (!last_block(args.arrived, senders)) return;
   for (u32 s = 0; s < num_servers; ++s) {
     if (groups[s * (num_groups + 1) + num_groups].before == 0) continue;
-    const ClientServer& server = at<const ClientServer>(pack.servers)[s];
-    store_relaxed(at<u64>(slot_flag(server.send_addr, server.request_slot_bytes)), pack.shape.seq, Scope::kSystem);
+    store_relaxed(at<u64>(s < kSharedSlots ? slots.flag[s] : send_flag(pack, s)), pack.shape.seq, Scope::kSystem);
   }
   if (args.seq) store_relaxed(at<u64>(args.seq), pack.shape.seq, Scope::kGpu);
 }

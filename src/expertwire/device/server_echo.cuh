@@ -20,19 +20,26 @@ struct ServerEchoArgs {
 };
 
 struct EchoBatch {
-  u64 seq[kEchoSlots];  // 0: nothing has arrived
+  u64 flag[kEchoSlots], last_seq[kEchoSlots], reply_flag[kEchoSlots];  // of the slots; flag 0: not open
+  u64 seq[kEchoSlots];                                                 // 0: nothing has arrived
   ServerMessage message[kEchoSlots];
 };
 
 // One warp: waits for a first message, then notes all that are there.
 EW_DEVICE void take_arrivals(const ServerPollArgs& args, EchoBatch& batch) {
-  ServerSlot* slots = at<ServerSlot>(args.slots);
+  const ServerSlot* slots = at<const ServerSlot>(args.slots);
   const u64 deadline = clock_ns() + args.timeout_ns;
+  for (u32 i = lane_id(); i < args.num_slots; i += warp_size()) {
+    const ServerSlot& slot = slots[i];
+    batch.flag[i] = slot.open ? slot_flag(slot.recv_addr, slot.recv_slot_bytes) : 0;
+    batch.last_seq[i] = slot.last_seq;
+    batch.reply_flag[i] = slot_flag(slot.reply_addr, slot.reply_slot_bytes);
+  }
   for (;;) {
     bool any = false;
     for (u32 i = lane_id(); i < args.num_slots; i += warp_size()) {
-      const u64 flag = slots[i].open ? request_flag(slots[i]) : slots[i].last_seq;
-      batch.seq[i] = flag != slots[i].last_seq ? flag : 0;
+      const u64 now = batch.flag[i] ? load_acquire(at<const u64>(batch.flag[i]), Scope::kSystem) : batch.last_seq[i];
+      batch.seq[i] = now != batch.last_seq[i] ? now : 0;
       any |= batch.seq[i] != 0;
     }
     if (warp_ballot(any || clock_ns() >= deadline)) break;
@@ -40,14 +47,14 @@ EW_DEVICE void take_arrivals(const ServerPollArgs& args, EchoBatch& batch) {
   }
   for (u32 i = lane_id(); i < args.num_slots; i += warp_size()) {
     if (batch.seq[i] == 0) continue;
+    const BufferHead head = *at<const BufferHead>(slots[i].recv_addr);
+    u32 reason = check_fields(head, slots[i], args.model, batch.seq[i]);
+    if (reason == kReasonOk && (head.reply_type != head.data_type || head.reply_mode != kReplySum))
+      reason = kReasonReply;  // not what an echo can answer
     ServerMessage& message = batch.message[i];
-    message.head = *at<const BufferHead>(slots[i].recv_addr);
-    message.reason = check_fields(message.head, slots[i], args.model, batch.seq[i]);
-    if (message.reason == kReasonOk &&
-        (message.head.reply_type != message.head.data_type || message.head.reply_mode != kReplySum))
-      message.reason = kReasonReply;  // not what an echo can answer
+    message.head = head, message.reason = reason;
     message.slot = i, message.pair_begin = 0, message.queue_ns = 0;
-    message.num_reply_rows = message.head.num_rows;
+    message.num_reply_rows = head.num_rows;
   }
 }
 
@@ -78,6 +85,6 @@ EW_WIDE_KERNEL(server_echo_in_place, ServerEchoArgs) {
     store_relaxed(&seen[i], 0u, Scope::kGpu);
     if (count != grid_dim()) continue;
     slots[i].last_seq = batch.seq[i];
-    store_relaxed(at<u64>(slot_flag(slots[i].reply_addr, slots[i].reply_slot_bytes)), batch.seq[i], Scope::kSystem);
+    store_relaxed(at<u64>(batch.reply_flag[i]), batch.seq[i], Scope::kSystem);
   }
 }

@@ -212,10 +212,19 @@ EW_DEVICE void load_eight(const void* row, u32 type, u64 i, float* v) {
     for (u32 e = 0; e < 4; ++e) v[e] = __uint_as_float(words[e]), v[4 + e] = __uint_as_float(more[e]);
     return;
   }
-  for (u32 e = 0; e < 8; ++e) {
-    const u32 bits = (words[e / 2] >> (16 * (e & 1))) & 0xffff;
-    v[e] = type == kBFloat16 ? __uint_as_float(bits << 16) : half_to_float(static_cast<u16>(bits));
-  }
+  if (type == kBFloat16)
+    for (u32 e = 0; e < 4; ++e)
+      v[2 * e] = __uint_as_float(words[e] << 16), v[2 * e + 1] = __uint_as_float(words[e] & 0xffff0000u);
+  else
+    for (u32 e = 0; e < 8; ++e) v[e] = half_to_float(static_cast<u16>(words[e / 2] >> (16 * (e & 1))));
+}
+// Both rounded, `low` in the low half.
+EW_DEVICE u32 float_to_bfloat16_pair(float low, float high) {
+  if (low != low || high != high)  // the instruction below has one NaN only
+    return float_to_bfloat16(low) | static_cast<u32>(float_to_bfloat16(high)) << 16;
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
 }
 EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
   const u64 addr = reinterpret_cast<u64>(row) + i * (type == kFloat32 ? 4 : 2);
@@ -228,12 +237,11 @@ EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
   if (type == kFloat32) {
     for (u32 e = 0; e < 8; ++e) words[e] = __float_as_uint(v[e]);
     at[1] = make_uint4(words[4], words[5], words[6], words[7]);
+  } else if (type == kBFloat16) {
+    for (u32 e = 0; e < 4; ++e) words[e] = float_to_bfloat16_pair(v[2 * e], v[2 * e + 1]);
   } else {
-    for (u32 e = 0; e < 4; ++e) {
-      const u32 low = type == kBFloat16 ? float_to_bfloat16(v[2 * e]) : float_to_half(v[2 * e]);
-      const u32 high = type == kBFloat16 ? float_to_bfloat16(v[2 * e + 1]) : float_to_half(v[2 * e + 1]);
-      words[e] = low | (high << 16);
-    }
+    for (u32 e = 0; e < 4; ++e)
+      words[e] = float_to_half(v[2 * e]) | static_cast<u32>(float_to_half(v[2 * e + 1])) << 16;
   }
   at[0] = make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -244,6 +252,18 @@ EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
 // contracted, so CPU and GPU give the same bits. A lane sums 8 elements in each of 4 places.
 template <typename RowAt>
 EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 first, u64 end, RowAt row_at) {
+  u32 num_terms = 0;
+  bool as_it_is = dst_type == src_type;
+  const u8* only = nullptr;
+  for (u32 j = 0; j < num_rows; ++j) {
+    float weight = 1.0f;
+    if (const void* row = row_at(j, &weight))
+      ++num_terms, only = static_cast<const u8*>(row), as_it_is &= weight == 1.0f;
+  }
+  if (num_terms == 1 && as_it_is) {
+    const u64 size = src_type == kFloat32 ? 4 : 2;
+    return warp_copy(static_cast<u8*>(dst) + first * size, only + first * size, (end - first) * size);
+  }
   constexpr u32 kPlaces = 4;
   u64 begin = first;
   for (; begin + 256 <= end; begin += 256 * kPlaces) {
