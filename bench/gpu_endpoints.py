@@ -90,15 +90,19 @@ class Client:
 
 
 class Server:
-    """Server number `idx` of all these clients; passes follow one another until it is closed."""
+    """Server number `idx` of all these clients; passes follow one another until it is closed.
 
-    def __init__(self, gpu: GpuTarget, idx: int, clients: Sequence[Client]):
+    experts: what it holds, default its share.
+    """
+
+    def __init__(self, gpu: GpuTarget, idx: int, clients: Sequence[Client],
+                 experts: Sequence[int] | None = None):
         self.gpu = gpu
         shape, count = clients[0].shape, len(clients)
-        experts, slot_shape = shape.shares[idx], shape.slots
-        pairs = count * slot_shape.max_rows * TOP_K
+        experts = shape.shares[idx] if experts is None else experts
+        pairs = count * shape.slots.max_rows * TOP_K
         with torch.cuda.device(gpu.device):
-            self._memory = self._make(gpu, idx, clients)
+            self._memory = self._make(gpu, idx, clients, experts)
             (slots, messages, state, found, local, tables, offsets, cursor, counts, status,
              arrived) = (block.addr for block in self._memory)
             dtype = torch.float8_e4m3fn if shape.fp8 else torch.bfloat16
@@ -142,14 +146,14 @@ class Server:
         self._thread.start()
 
     @staticmethod
-    def _make(gpu: GpuTarget, idx: int, clients: Sequence[Client]) -> list:
-        shape, count = clients[0].shape, len(clients)
-        experts, pairs = shape.shares[idx], count * shape.slots.max_rows * TOP_K
+    def _make(gpu: GpuTarget, idx: int, clients: Sequence[Client], experts: Sequence[int]) -> list:
+        count = len(clients)
+        pairs = count * clients[0].shape.slots.max_rows * TOP_K
         entries = (ServerSlot * count)(*[
             client.step.servers[idx].slot.read_struct(ServerSlot) for client in clients
         ])
         local = np.full(NUM_EXPERTS, -1, np.int32)
-        local[experts] = np.arange(len(experts))
+        local[list(experts)] = np.arange(len(experts))
         return [
             gpu.place(entries), gpu.alloc(count * ctypes.sizeof(ServerMessage)),
             gpu.alloc(count * 4), gpu.alloc(5 * 4), gpu.place(local), gpu.alloc(3 * pairs * 4),

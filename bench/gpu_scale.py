@@ -198,7 +198,8 @@ def leave_and_join(gpus: Sequence[int], seconds: float = 0.2) -> dict[str, Any]:
         client.check()
         return times
 
-    stay, leaver = (Server(target, idx, [client]) for idx, target in enumerate(targets))
+    everything = range(NUM_EXPERTS)  # either may take all of them
+    stay, leaver = (Server(gpu, i, [client], everything) for i, gpu in enumerate(targets))
     servers = [stay, leaver]
     try:
         trip()
@@ -213,7 +214,7 @@ def leave_and_join(gpus: Sequence[int], seconds: float = 0.2) -> dict[str, Any]:
         facts["one_server_us"] = round(statistics.median(run()), 1)
         begin = time.perf_counter()
         empty_slot(client, 1)
-        servers.append(Server(targets[1], 1, [client]))
+        servers.append(Server(targets[1], 1, [client], everything))
         reroute(client, dealt)
         facts["join_ms"] = round(1e3 * (time.perf_counter() - begin), 2)
         facts["after_us"] = round(statistics.median(run()), 1)

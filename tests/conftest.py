@@ -16,6 +16,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, default=20, metavar="N",
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
+    parser.addoption(
+        "--require-oracles", action="store_true",
+        help="an oracle of tests/oracles that is not installed is a failure, not a skip",
+    )
 
 
 TOKEN = b"test-token-0123456789abcdef"

@@ -19,6 +19,7 @@ struct ClientSendArgs {
   u64 seq;              // u64*: seq of the last message in this slot, advanced here; 0: pack.shape.seq
   u64 arrived;          // u32*, see last_block
   u64 counts;           // scratch, TokenGroup [num_servers][groups of warp_size() tokens + 1]
+  u64 only_if;          // const u32*: nothing is sent, the second time, unless it is not 0; 0: always sent
 };
 
 struct TokenGroup {  // as many tokens as a warp has lanes, seen from one server
@@ -114,6 +115,7 @@ EW_DEVICE HeldBytes hold_piece(const ClientPackArgs& pack, u32 token, u32 piece)
 }
 
 EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
+  if (args.only_if && load_relaxed(at<const u32>(args.only_if), Scope::kGpu) == 0) return;
   const u32 senders = grid_dim() > 1 ? grid_dim() - 1 : 1, step = senders * num_warps();
   if (grid_dim() == 1 || block_idx() == senders) route_tokens(args.route);
   if (block_idx() == senders) return;

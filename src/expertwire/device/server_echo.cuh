@@ -81,8 +81,7 @@ EW_WIDE_KERNEL(server_echo_in_place, ServerEchoArgs) {
   if (!last_block(args.reply.arrived, grid_dim())) return;
   for (u32 i = 0; i < num_slots; ++i) {
     const u32 count = load_relaxed(&seen[i], Scope::kGpu);
-    if (count == 0) continue;
-    store_relaxed(&seen[i], 0u, Scope::kGpu);
+    if (count) store_relaxed(&seen[i], 0u, Scope::kGpu);
     if (count != grid_dim()) continue;
     slots[i].last_seq = batch.seq[i];
     store_relaxed(at<u64>(batch.reply_flag[i]), batch.seq[i], Scope::kSystem);

@@ -252,17 +252,21 @@ EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
 // contracted, so CPU and GPU give the same bits. A lane sums 8 elements in each of 4 places.
 template <typename RowAt>
 EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 first, u64 end, RowAt row_at) {
-  u32 num_terms = 0;
-  bool as_it_is = dst_type == src_type;
-  const u8* only = nullptr;
-  for (u32 j = 0; j < num_rows; ++j) {
-    float weight = 1.0f;
-    if (const void* row = row_at(j, &weight))
-      ++num_terms, only = static_cast<const u8*>(row), as_it_is &= weight == 1.0f;
-  }
-  if (num_terms == 1 && as_it_is) {
+  // Each lane looks up a term; they pass them round. What is beyond a warp's lanes is looked up by all.
+  float my_weight = 1.0f;
+  const void* my_row = lane_id() < num_rows ? row_at(lane_id(), &my_weight) : nullptr;
+  auto term = [&](u32 j, float* weight) {
+    if (j >= 32) return row_at(j, weight);
+    *weight = __shfl_sync(0xffffffffu, my_weight, j);
+    return reinterpret_cast<const void*>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(my_row), j));
+  };
+  const u32 terms = warp_ballot(my_row != nullptr);
+  if (num_rows <= 32 && __popc(terms) == 1 && dst_type == src_type) {
+    float weight;
+    const u8* row = static_cast<const u8*>(term(__ffs(terms) - 1, &weight));
     const u64 size = src_type == kFloat32 ? 4 : 2;
-    return warp_copy(static_cast<u8*>(dst) + first * size, only + first * size, (end - first) * size);
+    if (weight == 1.0f)
+      return warp_copy(static_cast<u8*>(dst) + first * size, row + first * size, (end - first) * size);
   }
   constexpr u32 kPlaces = 4;
   u64 begin = first;
@@ -271,7 +275,7 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
     bool is_first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
-      const void* row = row_at(j, &weight);
+      const void* row = term(j, &weight);
       if (!row) continue;
       float v[kPlaces][8];
 #pragma unroll
@@ -298,7 +302,7 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
     bool is_first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
-      const void* row = row_at(j, &weight);
+      const void* row = term(j, &weight);
       if (!row) continue;
       const float term = __fmul_rn(weight, load_element(row, src_type, i));
       sum = is_first ? term : __fadd_rn(sum, term);
