@@ -286,8 +286,8 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
         if (begin + 256 * (p + 1) <= end)
 #pragma unroll
           for (u32 e = 0; e < 8; ++e) {
-            const float term = __fmul_rn(weight, v[p][e]);
-            sum[p][e] = is_first ? term : __fadd_rn(sum[p][e], term);
+            const float value = __fmul_rn(weight, v[p][e]);
+            sum[p][e] = is_first ? value : __fadd_rn(sum[p][e], value);
           }
       is_first = false;
     }
@@ -297,17 +297,17 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
   }
   // What is left is less than 256 elements.
   const u64 done = first + (end - first) / 256 * 256;
-  for (u64 i = done + lane_id(); i < end; i += 32) {
+  for (u64 i = done + lane_id(); i - lane_id() < end; i += 32) {  // all lanes, to pass the terms round
     float sum = 0.0f;
     bool is_first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
       const void* row = term(j, &weight);
-      if (!row) continue;
-      const float term = __fmul_rn(weight, load_element(row, src_type, i));
-      sum = is_first ? term : __fadd_rn(sum, term);
+      if (!row || i >= end) continue;
+      const float value = __fmul_rn(weight, load_element(row, src_type, i));
+      sum = is_first ? value : __fadd_rn(sum, value);
       is_first = false;
     }
-    store_element(dst, dst_type, i, sum);
+    if (i < end) store_element(dst, dst_type, i, sum);
   }
 }
