@@ -189,13 +189,15 @@ def measure_rows(bench: Bench, num_rows: int, nccl: float | None) -> dict[str, A
 
 
 def main() -> None:
+    available = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--gpus", type=int, default=2, help="1: client and server on one GPU")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=min(2, available or 1),
+                        help="1: client and server on one GPU; default: 2 where there are so many")
     parser.add_argument("--rows", default="1,8,32,128,512", help="numbers of rows, with commas")
     parser.add_argument("--replays", type=int, default=40, help="graph replays per number")
     options = parser.parse_args()
-    if torch.cuda.device_count() < options.gpus:
-        sys.exit(f"gpu_trip: {options.gpus} GPUs asked for, {torch.cuda.device_count()} are here")
+    if available < options.gpus:
+        sys.exit(f"gpu_trip: {options.gpus} GPUs asked for, {available} are here")
     started = time.monotonic()
     all_rows = [int(text) for text in options.rows.split(",")]
     nccl: dict[int, float] = {}
