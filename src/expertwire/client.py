@@ -31,6 +31,7 @@ from .launch import hca_array
 from .links import Links
 from .membership import Membership
 from .message import ReplyMode, SlotShape, dtype_of
+from .reports import client_report
 from .routing import RoutingTable
 from .stats import StageTimes
 from .trip import Trip
@@ -66,6 +67,7 @@ class Client:
         self.times = StageTimes()
         self.num_skipped_ids = 0
         self.num_retries = 0
+        self.errors: collections.Counter[str] = collections.Counter()  # completions, by syndrome
         self.dropped: collections.Counter[int] = collections.Counter()  # pairs by expert
         self._num_open = 0  # batches that are not combined yet
         self.trace: list | None = None  # set to a list to record flight spans (collect.py)
@@ -83,7 +85,9 @@ class Client:
         self._free = collections.deque(self._flights)
         self._queued: collections.deque[Chunk] = collections.deque()
         self.in_flight: collections.deque[Flight] = collections.deque()
-        self.membership = Membership(address, token, client_name=self.name)
+        self.membership = Membership(
+            address, token, client_name=self.name, stats=lambda: client_report(self)
+        )
         self.links = Links(
             self.hca, self.membership, token=token, client_id=self.client_id, name=self.name,
             config=self.config, make_shape=self._make_shape, release=self.release_retired,
@@ -148,6 +152,11 @@ class Client:
     def model_info(self) -> dict | None:
         """What the servers say of their model (None before the first one is connected)."""
         return self.links.model
+
+    @property
+    def queue_depth(self) -> int:
+        """Chunks (at most max_rows tokens each) that are in flight or wait for a slot."""
+        return len(self.in_flight) + len(self._queued) + self._trip.num_open
 
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""

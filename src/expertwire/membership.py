@@ -14,6 +14,7 @@ from typing import Any
 from .control import Channel, connect_tcp, parse_address
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from .question import ANSWER_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, PlannedExperts, ask, plan
+from .reports import REPORT_SECONDS, Reporter
 
 log = logging.getLogger("expertwire.membership")
 
@@ -136,14 +137,17 @@ class Membership(_RegistryThread):
     After a restart of the registry, servers of the last snapshot stay until they have registered
     again or the new registry says that it has waited long enough for them. Epochs only grow.
     on_change: called from this object's thread after every new snapshot.
+    stats: called from there about once a second; a dict for JSON of at most 64 KiB.
     Raises ConfigError for a malformed address; nothing else, the registry need not be there.
     """
 
     def __init__(
         self, address: str, token: bytes, *, client_name: str = "",
         on_change: Callable[[], None] | None = None,
+        stats: Callable[[], dict[str, Any]] | None = None,
     ):
         super().__init__(address, token, "expertwire-membership")
+        self._reporter = Reporter(stats) if stats else None
         self.client_name = client_name
         self.on_change = on_change
         self._members = Members()
@@ -186,8 +190,10 @@ class Membership(_RegistryThread):
     def _talk(self, channel: Channel) -> None:
         channel.send({"type": "watch", "client": self.client_name, "epoch": self._members.epoch})
         while True:
-            # No deadline: no change is no news. A vanished machine ends it (TCP keep-alive).
-            message, _ = channel.recv(None if self._welcome else ANSWER_SECONDS)
+            if not self._welcome:
+                message, _ = channel.recv(ANSWER_SECONDS)
+            else:
+                message = self._news(channel)
             if message.get("type") == "error":
                 raise ProtocolError(f"the registry refused: {message.get('reason')}")
             if message.get("type") != "members":
@@ -200,6 +206,19 @@ class Membership(_RegistryThread):
                     on_change()
                 except Exception:
                     log.exception("on_change failed")
+
+    def _news(self, channel: Channel) -> dict:
+        """The registry's next message; reports while waiting for it.
+
+        No deadline: no change is no news. A vanished machine ends it (TCP keep-alive).
+        """
+        reporter = self._reporter
+        while reporter is not None:
+            try:
+                return channel.recv(max(0.001, reporter.due - time.monotonic()))[0]
+            except WaitTimeout:
+                channel.send({"type": "client_report", "stats": _stats_of(reporter)})
+        return channel.recv(None)[0]
 
     def _take(self, message: dict) -> None:
         new = parse_members(message)
@@ -223,6 +242,14 @@ class Membership(_RegistryThread):
             self._changed.notify_all()
 
 
+def _stats_of(reporter: Reporter) -> dict[str, Any]:
+    try:
+        return reporter.report()
+    except Exception:
+        log.exception("stats failed")  # who has no statistics is still there
+        return {}
+
+
 class Lease(_RegistryThread):
     """A server's membership: registers, sends heartbeats, registers again after a break.
 
@@ -238,7 +265,7 @@ class Lease(_RegistryThread):
     ):
         super().__init__(address, token, "expertwire-lease")
         self.facts = facts
-        self._stats = stats
+        self._reporter = Reporter(stats, seconds=0)  # with each heartbeat
         self._on_drain = on_drain
         self.server_id: str | None = None
         self.seat = 0
@@ -288,12 +315,16 @@ class Lease(_RegistryThread):
 
     def _keep(self, channel: Channel, pause: float, longest_silence: float) -> None:
         """Heartbeats until the connection ends. Waits in recv, so that its end shows at once."""
+        pause = min(pause, REPORT_SECONDS)
         next_beat = time.monotonic() + pause
         unanswered_since: float | None = None
         while True:
             now = time.monotonic()
             if now >= next_beat:
-                channel.send({"type": "heartbeat", "stats": self._current_stats()})
+                message: dict[str, Any] = {"type": "heartbeat"}
+                if now >= self._reporter.due:
+                    message["stats"] = _stats_of(self._reporter)
+                channel.send(message)
                 next_beat = now + pause
                 unanswered_since = unanswered_since or now
             if unanswered_since and now - unanswered_since > longest_silence:
@@ -311,13 +342,6 @@ class Lease(_RegistryThread):
                 self.epoch = max(self.epoch, int(answer.get("epoch", 0)))
             if kind == "draining" or answer.get("draining") is True:
                 self._drain()
-
-    def _current_stats(self) -> dict[str, Any]:
-        try:
-            return self._stats()
-        except Exception:
-            log.exception("stats failed")  # a server without statistics is still a server
-            return {}
 
     def _drain(self) -> None:
         if not self.draining:

@@ -21,6 +21,7 @@ from typing import Any
 from . import control
 from .credentials import printable
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
+from .reports import leave_out, with_rates
 from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry")
@@ -45,6 +46,7 @@ class _Peer:
         self.since = time.monotonic()
         self.authenticated = False
         self.watching: str | None = None  # the client's name
+        self.stats: dict[str, Any] = {}  # a client's last report
         self.member: Member | None = None
         self.plan: Plan | None = None
 
@@ -267,8 +269,12 @@ class Registry:
         member = peer.member
         if member is None or self.members.get(member.server_id) is not member:
             raise ProtocolError("not a member any more; register again")
-        member.stats = check_stats(message.get("stats"))
+        if "stats" in message:
+            member.stats = with_rates(check_stats(message["stats"]), member.stats)
         return {"type": "alive", "epoch": self.epoch, "draining": member.draining}
+
+    def _client_report(self, message: dict, peer: _Peer, now: float) -> None:
+        peer.stats = with_rates(check_stats(message.get("stats")), peer.stats)
 
     def _leave(self, message: dict, peer: _Peer, now: float) -> dict:
         self._forget(peer, "it left")
@@ -300,27 +306,31 @@ class Registry:
         return {"type": "planned", "experts": peer.plan.experts}
 
     def _status(self, message: dict, peer: _Peer, now: float) -> dict:
-        servers = [
-            {**m.as_dict(), "stats": m.stats, "reports": m.reports, "last_report": m.last_report,
-             "silent_s": round(now - m.last_heard, 3)} for m in self.members.values()
-        ]
-        status = {
-            "type": "status", "epoch": self.epoch, "uptime_s": round(now - self._started_at, 3),
-            "lease_seconds": self.lease_seconds, "reports": self.roster.reports,
-            "clients": sorted(p.watching for p in self._peers if p.watching is not None),
-            "servers": servers,
-        }
-        try:
-            control.encode_frame(status)
-        except ProtocolError:  # too many statistics for one message
-            for server in servers:
-                server["stats"] = {}
-            status["stats_left_out"] = True
+        status = {"type": "status", **self.facts(now)}
+        for name in ("layer_rows", None):
+            try:
+                control.encode_frame(status)
+                break
+            except ProtocolError:  # too many statistics for one message: leave some out
+                leave_out(status, name)
         return status
+
+    def facts(self, now: float | None = None) -> dict[str, Any]:
+        """What `expertwire status --json` shows. In the registry's own thread only."""
+        now = time.monotonic() if now is None else now
+        clients = [p for p in self._peers if p.watching is not None]
+        return {
+            "epoch": self.epoch, "uptime_s": round(now - self._started_at, 3),
+            "lease_seconds": self.lease_seconds, "reports": self.roster.reports,
+            "clients": sorted(p.watching for p in clients if p.watching is not None),
+            "client_stats": [{"client": p.watching, **p.stats} for p in clients if p.stats],
+            "servers": self.roster.describe(now),
+        }
 
     _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
         "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
         "report": _report, "drain": _drain, "plan": _plan, "status": _status,
+        "client_report": _client_report,
     }
 
     # ---------------------------------------------------------------- membership

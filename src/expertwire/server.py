@@ -27,6 +27,7 @@ from .control import Channel, listen_unix, load_token
 from .errors import ConfigError, ExpertwireError, WaitTimeout
 from .hca import open_hca
 from .membership import Lease
+from .reports import server_report
 
 if TYPE_CHECKING:
     from .registry import Registry
@@ -150,11 +151,12 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; goes to the registry with each heartbeat."""
-        b = self.batcher
-        return {
-            "clients": len(self._clients), **b.counts, "stages": b.times.summary(),
-            "expert_rows": b.expert_rows.sum(axis=0).tolist(),
-        }
+        return server_report(self)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that are connected now."""
+        return len(self._clients)
 
     def close(self) -> None:
         """Leaves the registry, answers what it has taken, gives everything back. Idempotent.
