@@ -185,10 +185,21 @@ def openai(
 
 
 @app.command()
-def status(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = False) -> None:
+def status(
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    watch: Annotated[bool, typer.Option("--watch", help="go on until Ctrl-C")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="with --watch: seconds between looks")]
+    = 1.0,
+    looks: Annotated[int | None, typer.Option(min=1, help="with --watch: end after so many")]
+    = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show the servers and clients of a registry."""
-    from .status import show_status
+    from .status import show_status, watch_status
 
+    if watch:
+        watch_status(registry, seconds=every, looks=looks, as_json=as_json)
+        return
     facts = show_status(registry, quiet=as_json)
     if as_json:
         print_json(facts)
