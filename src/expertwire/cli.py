@@ -331,3 +331,6 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
+
+
+from . import cli_observe  # noqa: E402, F401 (its commands register themselves on `app`)

@@ -1,0 +1,51 @@
+"""Commands that look: `expertwire wqe decode`, `expertwire doctor`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .cli import JsonOption, app, print_json
+
+wqe_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                      help="Work-queue entries, outside of a queue.")
+app.add_typer(wqe_app, name="wqe")
+
+
+@wqe_app.callback()
+def wqe() -> None:
+    """Work-queue entries, outside of a queue."""
+
+
+@wqe_app.command("decode")
+def wqe_decode(
+    file: Annotated[str, typer.Argument(help="a dumped ring, or the bytes of entries")],
+    index: Annotated[int | None, typer.Option(min=0, help="of the first entry, for bytes without "
+                                              "a head; default: what it says")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="only so many of each ring")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the entries of a ring, and what an adapter would refuse. Ends with 1 if there is any."""
+    from .hca.ring import entries, read_rings, ring_lines
+
+    rings = [(ring, entries(ring)) for ring in read_rings(file, index=index)]
+    num_refused = sum(bool(e.verdict.refused) for _, found in rings for e in found)
+    num_entries = sum(len(found) for _, found in rings)
+    rings = [(ring, found[-(last or 0):]) for ring, found in rings]
+    if as_json:
+        print_json({
+            "entries": num_entries, "refused": num_refused,
+            "rings": [{
+                "name": ring.name, "qpn": ring.qpn, "num_wqe": ring.num_wqe,
+                "written": ring.written, "rung": ring.rung, "completed": ring.completed,
+                "doorbell_record": ring.doorbell_record, "cqe": ring.cqe,
+                "entries": [entry.as_dict() for entry in found],
+            } for ring, found in rings],
+        })
+    else:
+        for ring, found in rings:
+            print("\n".join(ring_lines(ring, found)), end="\n\n")
+        print(f"{num_entries} entries, {num_refused} that an adapter would refuse", flush=True)
+    if num_refused:
+        raise typer.Exit(1)
