@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -48,4 +49,30 @@ def wqe_decode(
             print("\n".join(ring_lines(ring, found)), end="\n\n")
         print(f"{num_entries} entries, {num_refused} that an adapter would refuse", flush=True)
     if num_refused:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    need: Annotated[str, typer.Option(help="path that must work: cpu, gpu, nvlink, ucx or mlx5")]
+    = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Say which paths work on this machine, why not, and what fixes it. Ends with 1 if the needed
+    one does not."""
+    from .doctor.report import PATHS, as_dict, examine, report_lines
+    from .errors import ConfigError
+
+    if need not in PATHS:
+        raise ConfigError(f"--need {need!r}: it is one of {', '.join(PATHS)}")
+    begin = time.monotonic()
+    found = examine()
+    facts = as_dict(found, need, time.monotonic() - begin)
+    if as_json:
+        print_json(facts)
+    else:
+        print("\n".join(report_lines(found)))
+        print(f"the job can{'' if facts['can_run'] else 'not'} run on {need} "
+              f"({facts['seconds']:.1f} s)", flush=True)
+    if not facts["can_run"]:
         raise typer.Exit(1)
