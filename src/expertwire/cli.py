@@ -29,6 +29,10 @@ Fp8Option = Annotated[
 DirectOption = Annotated[
     bool, typer.Option("--direct", help="store into the servers' memory without the work queue")
 ]
+MetricsOption = Annotated[
+    str | None, typer.Option("--metrics-port", metavar="[HOST:]PORT",
+                             help="Prometheus endpoint; needs 'expertwire[metrics]'")
+]
 DEFAULT_REGISTRY = "127.0.0.1:7700"
 
 
@@ -86,6 +90,9 @@ def registry(
     = 10.0,
     state: Annotated[str | None, typer.Option(help="file that keeps the epoch over restarts")]
     = None,
+    page_port: Annotated[str | None, typer.Option(metavar="[HOST:]PORT", help="serve a page with "
+                         "the live picture; anybody who reaches it may read it")] = None,
+    metrics_port: MetricsOption = None,
 ) -> None:
     """Run the registry that servers and clients find each other through."""
     from .registry import Registry
@@ -93,6 +100,10 @@ def registry(
     server = Registry(listen, lease_seconds=lease, state_path=state)
     stop_on_signals(server.close)
     server.start()
+    if metrics_port or page_port:
+        from .cli_observe import look_at_registry
+
+        look_at_registry(server, page_port, metrics_port)
     print(f"registry listening on {server.address}", flush=True)
     wait_for(server.serve_forever)
 
@@ -111,6 +122,7 @@ def serve(
     = True,
     device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
                                         "host: cuda.remote.RemoteExperts")] = "cpu",
+    metrics_port: MetricsOption = None,
 ) -> None:
     """Serve some experts of a model."""
     from .config import ServerConfig
@@ -125,6 +137,10 @@ def serve(
     )
     server.start()
     stop_on_signals(server.close)
+    if metrics_port:
+        from .cli_observe import look_at_server
+
+        look_at_server(server, metrics_port)
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
     wait_for(lambda: run_server(server))

@@ -1,13 +1,50 @@
-"""Commands that look: `expertwire wqe decode`, `expertwire doctor`."""
+"""Commands and options that look: `wqe decode`, `doctor`, `--metrics-port`, `--page-port`."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .cli import JsonOption, app, print_json
+
+if TYPE_CHECKING:
+    from .cuda.service import ExpertService
+    from .registry import Registry
+    from .server import Server
+
+
+
+def look_at_registry(registry: Registry, page_port: str | None, metrics_port: str | None) -> None:
+    """Starts the page and the metrics of a running registry; they end with the process.
+
+    Without a host of their own they listen where the registry does.
+    """
+    from .channel import parse_address
+    from .web import listen_address
+
+    host = parse_address(registry.address)[0]
+    if metrics_port:
+        from .metrics import registry_metrics, serve_metrics
+
+        web = serve_metrics(listen_address(metrics_port, host), lambda: registry_metrics(registry))
+        print(f"metrics at http://{web.address}/metrics", flush=True)
+    if page_port:
+        from .page import serve_page
+
+        web = serve_page(registry, listen_address(page_port, host))
+        print(f"page at http://{web.address}/", flush=True)
+
+
+def look_at_server(server: Server | ExpertService, metrics_port: str) -> None:
+    """Starts the metrics of a running server; they end with the process."""
+    from .metrics import serve_metrics, server_metrics
+    from .web import listen_address
+
+    web = serve_metrics(listen_address(metrics_port, "127.0.0.1"), lambda: server_metrics(server))
+    print(f"metrics at http://{web.address}/metrics", flush=True)
+
 
 wqe_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
                       help="Work-queue entries, outside of a queue.")

@@ -8,6 +8,7 @@ heartbeats stays. The rules are in roster.py; this is the server that speaks the
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import math
@@ -21,7 +22,7 @@ from typing import Any
 from . import control
 from .credentials import printable
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
-from .reports import leave_out, with_rates
+from .reports import fit_frame, with_rates
 from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry")
@@ -193,7 +194,7 @@ class Registry:
             while True:
                 lasting = peer.watching is not None or peer.member or peer.plan
                 async with asyncio.timeout(None if lasting else IDLE_SECONDS):
-                    message = await _receive(reader, control.MAX_FRAME_BYTES)
+                    message = await control.receive_frame(reader, control.MAX_FRAME_BYTES)
                 try:
                     reply = self._handle(message, peer)
                 except ExpertwireError as err:
@@ -235,7 +236,7 @@ class Registry:
         accept_nonce = bytes.fromhex(mine["nonce"])
         await _send(writer, mine)
         try:
-            answer = await _receive(reader, control.HANDSHAKE_FRAME_BYTES)
+            answer = await control.receive_frame(reader, control.HANDSHAKE_FRAME_BYTES)
             connect_nonce = control.check_hello(answer)
             control.check_proof(self._token, b"connect", accept_nonce, connect_nonce, answer)
         except (AuthError, ProtocolError) as err:
@@ -306,14 +307,7 @@ class Registry:
         return {"type": "planned", "experts": peer.plan.experts}
 
     def _status(self, message: dict, peer: _Peer, now: float) -> dict:
-        status = {"type": "status", **self.facts(now)}
-        for name in ("layer_rows", None):
-            try:
-                control.encode_frame(status)
-                break
-            except ProtocolError:  # too many statistics for one message: leave some out
-                leave_out(status, name)
-        return status
+        return fit_frame({"type": "status", **self.facts(now)})
 
     def facts(self, now: float | None = None) -> dict[str, Any]:
         """What `expertwire status --json` shows. In the registry's own thread only."""
@@ -326,6 +320,16 @@ class Registry:
             "client_stats": [{"client": p.watching, **p.stats} for p in clients if p.stats],
             "servers": self.roster.describe(now),
         }
+
+    def snapshot(self, timeout: float = 2.0) -> dict[str, Any]:
+        """`facts`, from any thread. Raises WaitTimeout when the registry is closed or stuck."""
+        answer: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        try:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(lambda: answer.set_result(self.facts()))
+            return answer.result(timeout)
+        except (AssertionError, RuntimeError, TimeoutError):
+            raise WaitTimeout(f"the registry did not answer within {timeout} s", "status") from None
 
     _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
         "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
@@ -385,11 +389,6 @@ class Registry:
                 if member is not None and now - member.last_heard > self.lease_seconds:
                     self._forget(peer, f"silent for {now - member.last_heard:.1f} s")
                     peer.writer.transport.abort()
-
-
-async def _receive(reader: asyncio.StreamReader, limit: int) -> dict:
-    length = control.frame_length(await reader.readexactly(4), limit)
-    return control.decode_body(await reader.readexactly(length))
 
 
 async def _send(writer: asyncio.StreamWriter, message: dict) -> None:

@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from .channel import encode_frame
+from .errors import ProtocolError
+
 if TYPE_CHECKING:
     from .client import Client
     from .server import Server
 
 REPORT_SECONDS = 1.0
-LEAST_PAUSE = 100  # a report may take 1 % of the time at most
+LEAST_PAUSE = 100  # a report may take 1 % of a core at most
+LONGEST_PAUSE = 10.0
 MAX_LAYER_ROWS = 4096  # numbers; a server with more reports sums over layers only
 MAX_PAIRS = 256  # servers that a client reports on, those with the most bytes
 COUNTERS = ("rows", "messages", "bytes_sent", "bytes_received")
@@ -33,12 +37,12 @@ class Reporter:
         self.due = time.monotonic() + seconds
 
     def report(self) -> dict[str, Any]:
-        begin = time.monotonic()
+        begin = time.thread_time()
         try:
             return self._stats()
         finally:
-            now = time.monotonic()
-            self.due = now + max(self._seconds, LEAST_PAUSE * (now - begin))
+            pause = min(LEAST_PAUSE * (time.thread_time() - begin), LONGEST_PAUSE)
+            self.due = time.monotonic() + max(self._seconds, pause)
 
 
 def server_report(server: Server) -> dict[str, Any]:
@@ -97,6 +101,17 @@ def _difference(new: Mapping[str, Any], old: Mapping[str, Any], name: str) -> fl
     if not is_number(now) or not is_number(then) or now < then:
         return None
     return now - then
+
+
+def fit_frame(status: dict[str, Any]) -> dict[str, Any]:
+    """The status, without statistics that are too many for one message."""
+    for name in ("layer_rows", None):
+        try:
+            encode_frame(status)
+            break
+        except ProtocolError:
+            leave_out(status, name)
+    return status
 
 
 def leave_out(status: dict[str, Any], name: str | None) -> None:
