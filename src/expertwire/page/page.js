@@ -64,10 +64,10 @@ function tiles({servers, clients, num_clients}) {
   const waits = pairs.map((pair) => pair.p99_us || 0);
   const failovers = sum(clients, "failovers"), errors = sum(clients, "errors") + sum(servers, "errors");
   const shown = [
-    ["rows / s", amount(rate(servers, "rows_per_s"))],
-    ["to servers", speed(rate(servers, "bytes_received_per_s"))],
-    ["to clients", speed(rate(servers, "bytes_sent_per_s"))],
-    ["reply p99, worst", waits.length ? micros(Math.max(...waits)) : "–"],
+    ["rows per s", amount(rate(servers, "rows_per_s"))],
+    ["to servers, per s", bytes(rate(servers, "bytes_received_per_s"))],
+    ["to clients, per s", bytes(rate(servers, "bytes_sent_per_s"))],
+    ["worst reply p99", waits.length ? micros(Math.max(...waits)) : "–"],
     ["servers", servers.length], ["clients", num_clients],
     ["retries", sum(clients, "retries"), sum(clients, "retries") ? "warn" : ""],
     ["failovers", failovers, failovers ? "warn" : ""], ["errors", errors, errors ? "bad" : ""],
@@ -82,7 +82,9 @@ function flows({servers, clients}) {
   const width = Math.max(280, $("flows").clientWidth), narrow = width < 520;
   const box = narrow ? 92 : 190, gap = 10;
   const seats = new Map(servers.map((server) => [server.id, server.seat]));
-  const links = clients.flatMap((client) => client.pairs.filter((pair) => seats.has(pair.server)).map(
+  const order = new Map(servers.map((server, i) => [server.id, i]));
+  const links = clients.flatMap((client) => client.pairs.filter((pair) => seats.has(pair.server)).sort(
+    (a, b) => order.get(a.server) - order.get(b.server)).map(
     (pair) => ({from: client.id, to: pair.server, pair, rate: pair.bytes_sent_per_s || 0,
                 back: pair.bytes_received_per_s || 0})));
   if (!clients.length || !servers.length) {
@@ -98,7 +100,7 @@ function flows({servers, clients}) {
   right.shift((height - right.height) / 2);
   const svg = draw("svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img",
                            "aria-label": `${links.length} connections of clients and servers`});
-  for (const link of [...links].sort((a, b) => b.rate - a.rate)) {
+  for (const link of links) {  // in the order of both sides, so that few ribbons cross
     const thick = Math.max(1, (link.rate + link.back) * scale);
     const y0 = left.take(link.from, thick), y1 = right.take(link.to, thick);
     const middle = width / 2;
@@ -140,7 +142,7 @@ function place(ids, links, end, scale, gap) {
 }
 function node(id, spot, x, width, rate, seat) {
   const middle = spot.y + spot.height / 2, room = Math.floor((width - 18) / 7.3);
-  const name = id.length > room ? `${id.slice(0, room - 1)}…` : id;
+  const name = id.length > room ? `${id.slice(0, room - 5)}…${id.slice(-4)}` : id;
   const parts = [
     draw("rect", {class: "node", x, y: spot.y, width, height: spot.height, rx: 8}),
     draw("text", {x: x + 10, y: middle - 3}, name),
