@@ -73,7 +73,7 @@ def test_the_live_picture(address, see, keep):
     tiles = dict(reversed(tile.splitlines()) for tile in
                  seen.page.locator(".tile").all_inner_texts())
     assert tiles["servers"] == "3" and tiles["clients"] == "2" and tiles["errors"] == "0"
-    assert tiles["rows per s"] [0] in "123456789" and "B" in tiles["to servers, per s"]
+    assert tiles["rows /s"] [0] in "123456789" and "B" in tiles["to servers /s"]
     assert "epoch" in seen.text("#state") and "24 experts" in seen.text("#model")
     assert seen.page.locator("#servers article").count() == 3
     assert seen.page.locator("#servers .spark").count() == 3, "a line each after two reports"

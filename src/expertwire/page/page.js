@@ -64,10 +64,10 @@ function tiles({servers, clients, num_clients}) {
   const waits = pairs.map((pair) => pair.p99_us || 0);
   const failovers = sum(clients, "failovers"), errors = sum(clients, "errors") + sum(servers, "errors");
   const shown = [
-    ["rows per s", amount(rate(servers, "rows_per_s"))],
-    ["to servers, per s", bytes(rate(servers, "bytes_received_per_s"))],
-    ["to clients, per s", bytes(rate(servers, "bytes_sent_per_s"))],
-    ["worst reply p99", waits.length ? micros(Math.max(...waits)) : "–"],
+    ["rows /s", amount(rate(servers, "rows_per_s"))],
+    ["to servers /s", bytes(rate(servers, "bytes_received_per_s"))],
+    ["to clients /s", bytes(rate(servers, "bytes_sent_per_s"))],
+    ["reply p99", waits.length ? micros(Math.max(...waits)) : "–"],
     ["servers", servers.length], ["clients", num_clients],
     ["retries", sum(clients, "retries"), sum(clients, "retries") ? "warn" : ""],
     ["failovers", failovers, failovers ? "warn" : ""], ["errors", errors, errors ? "bad" : ""],
@@ -195,10 +195,11 @@ function paintHeat() {
   const {grid, holders, layers, byLayer, num, live} = cells, canvas = $("heat");
   $("heat-note").textContent = layers ? `Rows ${live ? "per second" : "since the servers' start"} by ` +
     `${byLayer ? "layer (down) and expert (across)" : "expert, over all layers"}; the strip below says who holds it.` : "";
+  $("heat-legend").hidden = !layers || !num;
   if (!layers || !num) { canvas.width = canvas.height = 0; $("ramp-most").textContent = ""; return; }
   const style = getComputedStyle(document.documentElement), ratio = window.devicePixelRatio || 1;
   const ramp = style.getPropertyValue("--ramp").split(",").map(rgb);
-  const label = 34, cell = Math.max(6, Math.min(40, Math.floor(($("heat-scroll").clientWidth - label) / num)));
+  const label = 34, cell = Math.max(6, Math.min(52, Math.floor(($("heat-scroll").clientWidth - label) / num)));
   const high = Math.max(10, Math.min(22, Math.floor(420 / layers))), gap = cell > 8 ? 1 : 0;
   const strip = 8, width = label + num * cell, height = layers * high + strip + 26;
   canvas.width = width * ratio; canvas.height = height * ratio;
