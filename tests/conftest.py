@@ -18,6 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--chromium", metavar="PATH", help="a browser, for tests/browser")
     parser.addoption("--screenshots", metavar="FOLDER", help="where tests/browser keeps pictures")
+    parser.addoption(
+        "--require-oracles", action="store_true",
+        help="an oracle of tests/oracles that is not installed is a failure, not a skip",
+    )
 
 
 TOKEN = b"test-token-0123456789abcdef"

@@ -33,6 +33,9 @@ MetricsOption = Annotated[
     str | None, typer.Option("--metrics-port", metavar="[HOST:]PORT",
                              help="Prometheus endpoint; needs 'expertwire[metrics]'")
 ]
+DeviceOption = Annotated[
+    str, typer.Option(help="of the attention side: cpu, or cuda[:N] for servers on GPUs")
+]
 DEFAULT_REGISTRY = "127.0.0.1:7700"
 
 
@@ -116,12 +119,14 @@ def serve(
     name: Annotated[str | None, typer.Option(help="name shown in status")] = None,
     dtype: DtypeOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads")] = None,
+    room: Annotated[int | None, typer.Option(min=1, help="experts that it has memory for, which "
+                                             "`rebalance` may fill")] = None,
     of: Annotated[int | None, typer.Option(min=1, help="with --experts auto: how many share")]
     = None,
     batch_invariant: Annotated[bool, typer.Option(help="same bits whatever else is in a batch")]
     = True,
     device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
-                                        "host: cuda.remote.RemoteExperts")] = "cpu",
+                                        "host: --device there, or cuda.remote")] = "cpu",
     metrics_port: MetricsOption = None,
 ) -> None:
     """Serve some experts of a model."""
@@ -132,7 +137,7 @@ def serve(
     parse_address(registry)
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
-        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant),
+        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, room=room),
         device=device,
     )
     server.start()
@@ -158,6 +163,7 @@ def generate(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with remote experts."""
@@ -168,7 +174,7 @@ def generate(
     parse_address(registry)
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
-        as_json=as_json, token=load_token(), dtype=dtype,
+        as_json=as_json, token=load_token(), dtype=dtype, device=device,
         config=ClientConfig(connect_timeout=timeout, fp8=fp8, do_ibgda=not direct),
     )
     if as_json:
@@ -186,6 +192,7 @@ def openai(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Run transformers' OpenAI-compatible server with remote experts."""
     from .config import ClientConfig
@@ -194,7 +201,7 @@ def openai(
 
     parse_address(registry)
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
-               continuous_batching=continuous_batching,
+               continuous_batching=continuous_batching, device=device,
                client_config=ClientConfig(
                    connect_timeout=timeout, fp8=fp8, do_ibgda=not direct
                ))
@@ -272,18 +279,20 @@ def rebalance(
     = 0.0,
     places: Annotated[int | None, typer.Option(min=1, help="experts that each server has room for")]
     = None,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds that moving may take")] = 600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan which expert should be on which server, from the load that was measured."""
-    from .errors import ConfigError
+    """Give hot experts replicas and take them from cold ones, while everybody goes on."""
     from .rebalance import run_rebalance
 
-    if not dry_run:
-        raise ConfigError("only `rebalance --dry-run` is there; start servers with the experts of "
-                          "the plan, then `expertwire drain` the old ones")
-    result = run_rebalance(registry, seconds=seconds, places=places, quiet=as_json)
+    result = run_rebalance(registry, seconds=seconds, places=places, dry_run=dry_run,
+                           timeout=timeout, quiet=as_json)
     if as_json:
         print_json(result)
+    for server, reason in result.get("applied", {}).get("failed", {}).items():
+        print(f"expertwire: {server}: {reason}", file=sys.stderr)
+    if result.get("applied", {}).get("failed"):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -349,4 +358,4 @@ def main() -> None:
         raise SystemExit(141) from None
 
 
-from . import cli_observe  # noqa: E402, F401 (its commands register themselves on `app`)
+from . import cli_observe, cli_plan, cli_trace  # noqa: E402, F401  (register their commands on `app`)

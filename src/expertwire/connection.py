@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .device_structs import (
-    DOORBELL_REGISTER,
+    DOORBELL_MODES,
     SCOPE_SYSTEM,
     IbgdaKey,
     IbgdaPeer,
     IbgdaQp,
 )
-from .errors import HandleError
+from .errors import ConfigError, HandleError, HcaError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca, Peer
 from .hca.ring import dump_path, write_ring
@@ -39,6 +39,19 @@ from .memory import (
     ACCESS_REMOTE_READ,
     ACCESS_REMOTE_WRITE,
 )
+
+
+def configured_doorbell() -> int:
+    """How device code rings: EXPERTWIRE_DOORBELL, the register if it is not set.
+
+    Raises ConfigError if it names no way.
+    """
+    name = os.environ.get("EXPERTWIRE_DOORBELL", "register")
+    if name not in DOORBELL_MODES:
+        raise ConfigError(f"EXPERTWIRE_DOORBELL must be one of {', '.join(DOORBELL_MODES)}, "
+                          f"not {name!r}")
+    return DOORBELL_MODES[name]
+
 
 log = logging.getLogger("expertwire.connection")
 
@@ -50,8 +63,10 @@ class Endpoint:
 
     def __init__(
         self, hca: Hca, *, send_bytes: int, recv_bytes: int, num_qps: int = 1, depth: int = 1024,
-        timeout_ns: int = 5_000_000_000, doorbell_mode: int = DOORBELL_REGISTER,
+        timeout_ns: int = 5_000_000_000, doorbell_mode: int | None = None,
     ):
+        if doorbell_mode is None:
+            doorbell_mode = configured_doorbell()
         self.hca = hca
         self.peer: Peer | None = None
         self.remote: MemoryHandle | None = None
@@ -72,10 +87,14 @@ class Endpoint:
         self._qp_states = (IbgdaQp * num_qps)()
         for state, qp in zip(self._qp_states, self._qps, strict=True):
             info = qp.info
+            if ctypes.c_uint8.from_address(info.cq_addr + 63).value != 0xFF:
+                self.close()  # a zero there would read as "entry 0 has completed"
+                raise HcaError(f"completion queue of queue pair {info.qpn:#x} not filled with 0xff")
             state.sq_addr, state.dbrec_addr = info.sq_addr, info.dbrec_addr
             state.doorbell_addr, state.cq_addr = info.uar_addr + 0x800, info.cq_addr
             state.qpn, state.num_wqe = info.qpn, info.num_wqe
             state.scope, state.doorbell_mode = SCOPE_SYSTEM, doorbell_mode
+            state.proxy_addr = info.proxy_addr
             state.scratch_addr = self.send.addr + send_bytes
             state.scratch_lkey_be = socket.htonl(self._send_mr.lkey)
         self._local_keys = (IbgdaKey * 1)()
@@ -134,11 +153,7 @@ class Endpoint:
                 raise HandleError(
                     f"the peer has {len(connection.qpns)} queue pairs, this side {len(self._qps)}"
                 )
-            actual = os.fstat(fds[2]).st_size
-            if actual < memory.num_bytes:
-                raise HandleError(
-                    f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
-                )
+            self._check_size(fds[2], memory)
             self.peer = self.hca.import_peer(fds[0], fds[1], [fds[2]])
         finally:
             for fd in fds:
@@ -151,6 +166,19 @@ class Endpoint:
         key.key_be = socket.htonl(memory.rkey)
         key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
+
+    @staticmethod
+    def _check_size(fd: int, memory: MemoryHandle) -> None:
+        actual = os.fstat(fd).st_size
+        if actual < memory.num_bytes:
+            raise HandleError(
+                f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
+            )
+
+    def watch_immediates(self, slot_bytes: int, num_slots: int) -> None:
+        """The peer signals by write with immediate: its immediates are numbers of `recv` slots,
+        and set their flags. Before `connect`."""
+        self._window.watch(self.recv.addr, slot_bytes, num_slots)
 
     def first_error(self) -> tuple[int, int]:
         """(syndrome, work-queue entry) of the first error completion; (0, 0) if there is none."""

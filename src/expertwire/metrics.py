@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 from .hca.wqe import syndrome_name
+from .registry_status import snapshot
 from .reports import is_number
 from .status_tables import fields, number, text
 from .web import WebServer
@@ -126,8 +127,9 @@ def _load(server: Any, who: str) -> Iterator[Metric]:
                   "server layer expert")
     batcher = getattr(server, "batcher", None)
     if batcher is not None:
-        for layer, counts in enumerate(batcher.expert_rows.tolist()):
-            for expert, count in zip(server.shard.experts, counts, strict=False):
+        experts, rows = batcher.rows_by_layer()
+        for layer, counts in enumerate(rows.tolist()):
+            for expert, count in zip(experts, counts, strict=True):
                 load.add(count, who, layer, expert)
     yield load.metric
 
@@ -153,7 +155,7 @@ def _hca(server: Any, who: str) -> Iterator[Metric]:
 
 def registry_metrics(registry: Registry) -> Iterator[Metric]:
     """Membership, and what the clients reported. Raises WaitTimeout if the registry is stuck."""
-    facts = registry.snapshot()
+    facts = snapshot(registry)
     servers = facts["servers"]
     yield from _gauges([
         ("epoch", "Version of the membership that this process knows.", "", facts["epoch"], ()),

@@ -6,16 +6,16 @@ Everything is read from what is counted anyway: the hot path does nothing for a 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from .channel import encode_frame
-from .errors import ProtocolError
-
 if TYPE_CHECKING:
     from .client import Client
     from .server import Server
+
+log = logging.getLogger("expertwire.membership")
 
 REPORT_SECONDS = 1.0
 LEAST_PAUSE = 100  # a report may take 1 % of a core at most
@@ -23,6 +23,15 @@ LONGEST_PAUSE = 10.0
 MAX_LAYER_ROWS = 4096  # numbers; a server with more reports sums over layers only
 MAX_PAIRS = 256  # servers that a client reports on, those with the most bytes
 COUNTERS = ("rows", "messages", "bytes_sent", "bytes_received")
+
+
+def stats_of(reporter: Reporter) -> dict[str, Any]:
+    """A report, {} if making it fails: who has no statistics is still there."""
+    try:
+        return reporter.report()
+    except Exception:
+        log.exception("stats failed")
+        return {}
 
 
 class Reporter:
@@ -48,17 +57,19 @@ class Reporter:
 def server_report(server: Server) -> dict[str, Any]:
     """Counters since the start: rows, messages, bytes, queue depth, stages, load by expert.
 
-    expert_rows: [experts held]; layer_rows: [layers][experts held], unless there are too many.
+    expert_rows: of row_experts, held or dropped, since the start. layer_rows: [layers][held],
+    of layer_experts since they are held, unless there are too many.
     """
     batcher = server.batcher
     report = {
         "at_s": round(time.monotonic(), 3), "clients": server.num_clients, **batcher.counts,
         "stages": batcher.times.summary(), "errors": dict(batcher.errors),
         "refusals": dict(batcher.refusals),
-        "expert_rows": batcher.expert_rows.sum(axis=0).tolist(),
+        **batcher.rows_by_expert(),
     }
-    if batcher.expert_rows.size <= MAX_LAYER_ROWS:
-        report["layer_rows"] = batcher.expert_rows.tolist()
+    ids, rows = batcher.rows_by_layer()
+    if rows.size <= MAX_LAYER_ROWS:
+        report |= {"layer_experts": ids, "layer_rows": rows.tolist()}
     return report
 
 
@@ -101,17 +112,6 @@ def _difference(new: Mapping[str, Any], old: Mapping[str, Any], name: str) -> fl
     if not is_number(now) or not is_number(then) or now < then:
         return None
     return now - then
-
-
-def fit_frame(status: dict[str, Any]) -> dict[str, Any]:
-    """The status, without statistics that are too many for one message."""
-    for name in ("layer_rows", None):
-        try:
-            encode_frame(status)
-            break
-        except ProtocolError:
-            leave_out(status, name)
-    return status
 
 
 def leave_out(status: dict[str, Any], name: str | None) -> None:

@@ -100,6 +100,7 @@ def test_both_ends_report_the_same_rows_and_bytes():
         layers = stats["layer_rows"]
         assert len(layers) == 2 and [sum(c) for c in zip(*layers, strict=True)] == \
             stats["expert_rows"]
+        assert stats["layer_experts"] == server["experts"]
     assert report["rows"] == sum(s["stats"]["rows"] for s in status["servers"])
 
 

@@ -21,6 +21,7 @@ struct ClientPackArgs {
   u64 scales_stride;
   u64 missing_expert;  // const i32*, from routing: nothing is packed or put unless it is -1
   u32 id_bytes, reserved;
+  u64 seq;  // const u64*: seq of the message before, for launches in graphs; 0: shape.seq
 };
 
 // What a row has beside its hidden elements: expert ids, weights, scales.
@@ -80,6 +81,8 @@ EW_DEVICE void pack_head(const ClientPackArgs& args, u32 s, u32 num_rows, const 
 
 EW_KERNEL(client_pack, ClientPackArgs) {
   if (*at<const i32>(args.missing_expert) >= 0) return;
+  ClientPackArgs pack = args;
+  if (args.seq) pack.shape.seq = load_relaxed(at<const u64>(args.seq), Scope::kGpu) + 1;
   // Work items of all servers in one numbering: rows of server 0, its head, rows of server 1, ...
   u64 item = global_warp();
   u64 first = 0;  // number of the current server's first item ("server_cumsum_batch_size")
@@ -89,7 +92,7 @@ EW_KERNEL(client_pack, ClientPackArgs) {
     const RequestLayout layout = message_layout(args.shape, num_rows);
     for (; item < first + num_rows; item += all_warps()) pack_row(args, s, static_cast<u32>(item - first), layout);
     if (item == first + num_rows) {
-      pack_head(args, s, num_rows, layout);
+      pack_head(pack, s, num_rows, layout);
       item += all_warps();
     }
     first += num_rows + 1;

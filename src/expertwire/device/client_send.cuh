@@ -14,6 +14,7 @@ struct ClientSendArgs {
   ClientPackArgs pack;  // servers: all in place
   u64 seq;              // u64*: seq of the last message in this slot, advanced here; 0: pack.shape.seq
   u64 arrived;          // u32*, see last_block
+  u64 only_if;          // const u32*: nothing is sent, the second time, unless it is not 0; 0: always sent
 };
 
 // Piece of a row's hidden bytes; the first one brings what else the row has.
@@ -28,6 +29,7 @@ EW_DEVICE void send_piece(const ClientPackArgs& args, u32 s, u32 row, u32 piece,
 }
 
 EW_KERNEL(client_send_direct, ClientSendArgs) {
+  if (args.only_if && load_relaxed(at<const u32>(args.only_if), Scope::kGpu) == 0) return;
   route_tokens(args.route, block_idx() == 0);
   block_sync();
   if (*at<const i32>(args.route.missing_expert) >= 0) return;

@@ -33,7 +33,7 @@ struct HcaQueue {  // 224 bytes; keys, state and lost are the host's to write wh
   u64 last_register[2], last_proxy;
   u32 last_record, first_syndrome;
   u64 first_error_idx, num_executed, num_errors, num_bytes;
-  u64 reserved;
+  u64 remote_shift;  // added to what the peer's keys say of `mapped`: where its memory is here
 };
 
 struct HcaPiece {
@@ -60,7 +60,8 @@ EW_DEVICE void hca_write_cqe(HcaQueue* queue, u64 wqe_idx, u32 opcode, u32 send_
   const u64 count = queue->num_cqe_written, n = queue->num_cqe;
   if (!collapsed && !(queue->cq_flags & kCqOverrunIgnore)) {
     const u32 consumer = bswap32(load_relaxed(at<const u32>(queue->cq_dbrec_addr), hca_scope(queue))) & 0xffffff;
-    if (((count - consumer) & 0xffffff) >= n) {
+    if (((count - consumer) & 0xffffff) >= n) {  // the full queue cannot tell anybody; first_error does
+      if (queue->first_syndrome == 0) queue->first_syndrome = kLocalQpOperation, queue->first_error_idx = wqe_idx;
       queue->state = kQpError;
       return;
     }
@@ -170,8 +171,9 @@ EW_DEVICE u64 hca_find(u64 keys, u32 num_keys, u32 key, u32 pd, u64 addr, u64 nu
 }
 EW_DEVICE u64 hca_find_remote(const HcaQueue* queue, const HcaWork* work, u64 num_bytes, u32 access) {
   const u8* raddr = hca_segment(work, 1);
-  return hca_find(queue->remote_keys, queue->num_remote_keys, load_be32(raddr + 8), 0, load_be64(raddr), num_bytes,
-                  access);
+  const u64 found = hca_find(queue->remote_keys, queue->num_remote_keys, load_be32(raddr + 8), 0, load_be64(raddr),
+                             num_bytes, access);
+  return found ? found + queue->remote_shift : 0;
 }
 
 // Data segments from `first` on, each checked against its key, or one inline segment.

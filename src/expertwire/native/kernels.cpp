@@ -2,12 +2,14 @@
 #include <cstring>
 
 #include "client_combine.cuh"
+#include "client_failover.cuh"
 #include "client_pack.cuh"
 #include "client_put.cuh"
 #include "client_route.cuh"
 #include "client_send.cuh"
 #include "device_checks.cuh"
 #include "gpu_hca.cuh"
+#include "trace.hpp"
 #include "trip.hpp"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
@@ -31,6 +33,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_wait, ClientCombineArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
+    EW_ENTRY(client_failover, ClientFailoverArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_group, ServerGatherArgs),
@@ -74,6 +77,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ew_server)
   EW_SIZE(HcaKey)
   EW_SIZE(HcaQueue)
+  if (strcmp(name, "TraceRecord") == 0) return sizeof(ew::TraceRecord);
   return 0;
 }
 

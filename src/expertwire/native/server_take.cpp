@@ -6,6 +6,7 @@
 #include "fiber.hpp"
 #include "server_poll.cuh"
 #include "server_reply.cuh"
+#include "trace.hpp"
 #include "trip.hpp"
 
 namespace {
@@ -60,6 +61,7 @@ EW_API int ew_server_take(ew_server* server, u64 timeout_ns) {
   auto* poll = static_cast<ServerPollArgs*>(const_cast<void*>(server->poll->args));
   const u64 deadline = ew::clock_ns() + timeout_ns;
   const u32* found = server->found;
+  ew::trace_seat(static_cast<const ServerReplyArgs*>(server->reply->args)->server_id);
   for (u64 now = ew::clock_ns(); now < deadline; now = ew::clock_ns()) {
     words.clear(), seen.clear();
     u32 num_ready = 0;

@@ -138,7 +138,9 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
       wake_peer(qp->peer);
     }
   }
+  hca->held_up.store(stalled, std::memory_order_relaxed);
   if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
+  if (hca->num_watched) done += take_immediates(hca);
   if (hca->completed) {
     hca->completed = false;
     wake_self(hca);

@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "error.hpp"
@@ -16,7 +17,9 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes);
 namespace {
 
 constexpr u64 kEngineSpinNs = 20'000;
-constexpr u64 kEngineSleepNs = 5'000'000;  // safety net for doorbells that nobody announced
+// Safety net for doorbells that nobody announced: while there are none, looks become rarer. A look
+// costs some cache misses per queue, and a host may have a hundred engines of a hundred queues.
+constexpr u64 kEngineSleepNs = 5'000'000, kLongestSleepNs = 320'000'000;
 constexpr u64 kPlainSpinNs = 5'000;        // a spinning thread offers its core this often
 constexpr u32 kPauses = 16;                // between two looks: a sibling hardware thread has work to do
 
@@ -50,14 +53,14 @@ struct Spin {
 };
 
 void engine_loop(ew_hca* hca) {
-  u64 idle_since = monotonic_ns();
+  u64 idle_since = monotonic_ns(), sleep_ns = kEngineSleepNs;
   Spin spin(idle_since);
   while (!hca->stop.load(std::memory_order_acquire)) {
     const u32 kicks = hca->kicks.load(std::memory_order_acquire);
     const int executed = ew_hca_poll(hca, 256);
     if (executed == -EBUSY) sched_yield();  // says nothing about the queues: no reason to sleep
     if (executed != 0) {
-      idle_since = monotonic_ns();
+      idle_since = monotonic_ns(), sleep_ns = kEngineSleepNs;
       continue;
     }
     const u64 now = monotonic_ns();
@@ -66,10 +69,13 @@ void engine_loop(ew_hca* hca) {
       continue;
     }
     hca->asleep.store(1, std::memory_order_seq_cst);
-    if (hca->kicks.load(std::memory_order_seq_cst) == kicks) futex_wait(&hca->kicks, kicks, kEngineSleepNs);
+    if (hca->kicks.load(std::memory_order_seq_cst) == kicks) futex_wait(&hca->kicks, kicks, sleep_ns);
     hca->asleep.store(0, std::memory_order_relaxed);
     // Woken by a kick: spin again for a while. Woken by the safety net: look once.
-    if (hca->kicks.load(std::memory_order_acquire) != kicks) idle_since = monotonic_ns();
+    const bool kicked = hca->kicks.load(std::memory_order_acquire) != kicks;
+    if (kicked) idle_since = monotonic_ns();
+    const bool soon = kicked || hca->held_up.load(std::memory_order_relaxed);
+    sleep_ns = soon ? kEngineSleepNs : std::min(2 * sleep_ns, kLongestSleepNs);
   }
 }
 
@@ -83,6 +89,8 @@ void set_sleeping(ew_hca* hca, u32 value) {
   hca->sleeping.store(value, std::memory_order_seq_cst);
   std::lock_guard guard(hca->lock);
   for (ew_window* window : hca->windows) __atomic_store_n(&window->page->sleeping, value, __ATOMIC_SEQ_CST);
+  // One that came before its sender could see us asleep wakes nobody.
+  if (value && hca->num_watched) take_immediates(hca);
 }
 
 }  // namespace
@@ -155,6 +163,7 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
       if (executed <= 0) spin.relax(now);
       continue;
     }
+    if (executed == -EBUSY) ew_hca_kick(hca);  // whoever was at it may have passed our queue already
     set_sleeping(hca, 1);
     if (first_changed(words, seen, num_words) < 0 && !hca->interrupted.load(std::memory_order_seq_cst)) {
       const u64 left_ns = timeout_ns - (now - start < timeout_ns ? now - start : timeout_ns);

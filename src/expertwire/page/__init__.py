@@ -14,6 +14,7 @@ import time
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ..registry_status import snapshot
 from ..reports import is_number
 from ..status_tables import fields, number, sum_of, text
 from ..web import Route, WebServer
@@ -50,7 +51,7 @@ class _Picture:
     def __call__(self, accept: str) -> tuple[str, bytes]:
         with self._lock:
             if time.monotonic() >= self._until:
-                shown = picture(self._registry.snapshot())
+                shown = picture(snapshot(self._registry))
                 self._body = json.dumps(shown, allow_nan=False, separators=(",", ":")).encode()
                 self._until = time.monotonic() + FRESH_SECONDS
             return "application/json", self._body
@@ -78,6 +79,8 @@ def _server(server: dict[str, Any]) -> dict[str, Any]:
         "reports": server["reports"], "at_s": _finite(stats.get("at_s")), **_numbers(stats),
         "errors": sum_of(stats.get("errors")), "clients": _finite(stats.get("clients")),
         "stages": _stages(stats), "expert_rows": _counts(stats.get("expert_rows")),
+        "row_experts": _counts(stats.get("row_experts")),
+        "layer_experts": _counts(stats.get("layer_experts")),
         "layer_rows": [_counts(row) for row in _list(stats.get("layer_rows"))],
     }
 

@@ -158,11 +158,11 @@ function node(id, spot, x, width, rate, seat) {
 
 // ---------------------------------------------------------------- heat map
 
-function measure(server, counts) {
+function measure(server, experts, counts) {
   const known = heat.get(server.id);
-  const same = known && known.counts.length === counts.length && known.experts === `${server.experts}`;
+  const same = known && known.counts.length === counts.length && `${known.experts}` === `${experts}`;
   if (same && server.at_s === known.at) return known;
-  const state = {at: server.at_s, counts, experts: `${server.experts}`, rates: null};
+  const state = {at: server.at_s, counts, experts, rates: null};
   if (same && server.at_s > known.at) {
     const seconds = server.at_s - known.at;
     state.rates = counts.map((row, l) => row.map((count, e) => {
@@ -175,16 +175,17 @@ function measure(server, counts) {
 }
 function heatMap({servers, num_experts}) {
   const byLayer = servers.length > 0 && servers.every((s) => s.layer_rows.length || !s.expert_rows.length);
-  const states = servers.map((s) => [s, measure(s, byLayer ? s.layer_rows : [s.expert_rows])]);
+  const states = servers.map((s) => [s, byLayer ? measure(s, s.layer_experts, s.layer_rows)
+                                                : measure(s, s.row_experts, [s.expert_rows])]);
   for (const id of heat.keys()) if (!servers.some((s) => s.id === id)) heat.delete(id);
   const live = states.some(([, state]) => state.rates);
   const layers = Math.max(0, ...states.map(([, state]) => state.counts.length));
   const grid = Array.from({length: layers}, () => new Float64Array(num_experts));
   const holders = Array.from({length: num_experts}, () => []);
-  for (const [server, {counts, rates}] of states) {
+  for (const [server, {experts, counts, rates}] of states) {
     const values = live ? rates : counts;
-    server.experts.forEach((expert, e) => {
-      if (holders[expert]) holders[expert].push(server);
+    for (const expert of server.experts) if (holders[expert]) holders[expert].push(server);
+    experts.forEach((expert, e) => {
       if (values) values.forEach((row, l) => { if (e < row.length && expert < num_experts) grid[l][expert] += row[e]; });
     });
   }
