@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,6 +178,15 @@ class Client:
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""
         return collect.client_stats(self)
+
+    def dump(self, path: str | Path) -> None:
+        """Writes the send queues to all servers to a file, for `expertwire wqe decode`.
+
+        As they are now: racy while a batch is on its way. Raises OSError.
+        """
+        with self.lock, open(path, "wb") as out:
+            for link in self.links.table.links:
+                link.endpoint.dump_to(out, link.server_id)
 
     def close(self) -> None:
         """Leaves: closes connections, threads and shared memory, in under 5 s. Idempotent.

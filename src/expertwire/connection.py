@@ -21,6 +21,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from .device_structs import (
     DOORBELL_MODES,
@@ -200,8 +201,12 @@ class Endpoint:
         name: shown with them. Raises OSError.
         """
         with open(path, "wb") as out:
-            for state in self._qp_states:
-                write_ring(out, state, name)
+            self.dump_to(out, name)
+
+    def dump_to(self, out: BinaryIO, name: str = "") -> None:
+        """Appends the rings to an open file."""
+        for state in self._qp_states:
+            write_ring(out, state, name)
 
     def _dump_if_wanted(self) -> None:
         folder = os.environ.get("EXPERTWIRE_DUMP")

@@ -82,6 +82,17 @@ def test_the_clients_ring_is_what_the_messages_were(dumped):
     assert ring.completion() is not None and not ring.completion().is_error
 
 
+def test_a_client_that_goes_on_is_dumped_with_the_names_of_its_servers(tmp_path):
+    model = model_facts()
+    with cluster([range(4), range(4, 8)], model, num_qps=2) as (client, _, _registry):
+        client.moe(0, *batch(8, model))
+        client.dump(tmp_path / "rings")
+        client.moe(0, *batch(8, model))
+    code, facts = decode_json(tmp_path / "rings")
+    assert code == 0 and facts["entries"] == 2 * 3, "three puts to each of two servers"
+    assert sorted(ring["name"] for ring in facts["rings"]) == ["s0", "s0", "s1", "s1"]
+
+
 def test_lines_name_what_is_in_an_entry(dumped):
     folder, _ = dumped
     code, text = decode(next(iter(folder.iterdir())), "--last", 2)
