@@ -6,6 +6,7 @@ a message can carry file descriptors.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import json
@@ -88,6 +89,12 @@ def frame_length(prefix: bytes, limit: int = MAX_FRAME_BYTES) -> int:
             "(is it an expertwire peer?)"
         )
     return length
+
+
+async def receive_frame(reader: asyncio.StreamReader, limit: int) -> dict:
+    """One frame's message. Raises ProtocolError, IncompleteReadError at the stream's end."""
+    length = frame_length(await reader.readexactly(4), limit)
+    return decode_body(await reader.readexactly(length))
 
 
 class Channel:

@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from .links import Links
 from .membership import Membership
 from .message import ReplyMode, SlotShape, dtype_of
 from .pacing import Pace
+from .reports import client_report
 from .routing import RoutingTable
 from .stats import StageTimes
 from .trip import Trip
@@ -69,6 +71,7 @@ class Client:
         self.times = StageTimes()
         self.num_skipped_ids = 0
         self.num_retries = 0
+        self.errors: collections.Counter[str] = collections.Counter()  # completions, by syndrome
         self.dropped: collections.Counter[int] = collections.Counter()  # pairs by expert
         self._num_open = 0  # batches that are not combined yet
         self.trace: list | None = None  # set to a list to record flight spans (collect.py)
@@ -87,7 +90,9 @@ class Client:
         self._free = collections.deque(self._flights)
         self._queued: collections.deque[Chunk] = collections.deque()
         self.in_flight: collections.deque[Flight] = collections.deque()
-        self.membership = Membership(address, token, client_name=self.name)
+        self.membership = Membership(
+            address, token, client_name=self.name, stats=lambda: client_report(self)
+        )
         self.links = Links(
             self.hca, self.membership, token=token, client_id=self.client_id, name=self.name,
             config=self.config, make_shape=self._make_shape, release=self.try_release,
@@ -158,6 +163,11 @@ class Client:
         """What the servers say of their model (None before the first one is connected)."""
         return self.links.model
 
+    @property
+    def queue_depth(self) -> int:
+        """Chunks (at most max_rows tokens each) that are in flight or wait for a slot."""
+        return len(self.in_flight) + len(self._queued) + self._trip.num_open
+
     def is_ready(self) -> bool:
         """Whether every expert is held by a server that this client is connected to."""
         return not self.links.table.missing()
@@ -168,6 +178,15 @@ class Client:
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""
         return collect.client_stats(self)
+
+    def dump(self, path: str | Path) -> None:
+        """Writes the send queues to all servers to a file, for `expertwire wqe decode`.
+
+        As they are now: racy while a batch is on its way. Raises OSError.
+        """
+        with self.lock, open(path, "wb") as out:
+            for link in self.links.table.links:
+                link.endpoint.dump_to(out, link.server_id)
 
     def close(self) -> None:
         """Leaves: closes connections, threads and shared memory, in under 5 s. Idempotent.

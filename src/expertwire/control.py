@@ -34,6 +34,7 @@ from .channel import (
     format_address,
     frame_length,
     parse_address,
+    receive_frame,
 )
 from .credentials import (
     CONTROL_PROTOCOL,
@@ -340,5 +341,5 @@ __all__ = [
     "MAX_HANDSHAKES", "NONCE_BYTES", "Channel", "UnixListener", "check_hello", "check_proof",
     "connect_tcp", "connect_unix", "decode_body", "encode_frame", "format_address", "frame_length",
     "handshake_accept", "handshake_connect", "hello", "listen_unix", "load_token", "parse_address",
-    "peer_uid", "proof", "refusal", "set_tcp_options", "token_path",
+    "peer_uid", "proof", "receive_frame", "refusal", "set_tcp_options", "token_path",
 ]

@@ -22,6 +22,7 @@ from . import control, moves, tls
 from .credentials import printable
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from .registry_status import status_message
+from .reports import with_rates
 from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry")
@@ -46,6 +47,7 @@ class _Peer:
         self.since = time.monotonic()
         self.authenticated = False
         self.watching: str | None = None  # the client's name
+        self.stats: dict[str, Any] = {}  # a client's last report
         self.seen = 0  # epoch of the oldest list that the client still routes by
         self.member: Member | None = None
         self.plan: Plan | None = None
@@ -94,7 +96,7 @@ class Registry:
         self.peers: dict[_Peer, None] = {}
         self._broadcast_due = self._settle_due = False
         self.started_at = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -133,9 +135,9 @@ class Registry:
 
     def close(self) -> None:
         """Stops listening and drops all connections. Idempotent."""
-        if self._loop is not None and self._stopping is not None:
+        if self.loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
-                self._loop.call_soon_threadsafe(self._stopping.set)
+                self.loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
 
@@ -154,7 +156,7 @@ class Registry:
             self._ready.set()
 
     async def _main(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self.loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         self.started_at = time.monotonic()
         try:
             server = await asyncio.start_server(self._serve, self._host, self._port, backlog=512)
@@ -168,7 +170,7 @@ class Registry:
         self.address = control.format_address(host, port)
         self._ready.set()
         keeper = asyncio.create_task(self._keep_leases())
-        self._loop.call_later(self.settle_seconds, self._changed)  # "settling" has ended
+        self.loop.call_later(self.settle_seconds, self._changed)  # "settling" has ended
         try:
             await self._stopping.wait()
         finally:
@@ -198,7 +200,7 @@ class Registry:
             while True:
                 lasting = peer.watching is not None or peer.member or peer.plan
                 async with asyncio.timeout(None if lasting else IDLE_SECONDS):
-                    message = await _receive(reader, control.MAX_FRAME_BYTES)
+                    message = await control.receive_frame(reader, control.MAX_FRAME_BYTES)
                 try:
                     reply = self._handle(message, peer)
                 except ExpertwireError as err:
@@ -241,7 +243,7 @@ class Registry:
         accept_nonce = bytes.fromhex(mine["nonce"])
         await _send(writer, mine)
         try:
-            answer = await _receive(reader, control.HANDSHAKE_FRAME_BYTES)
+            answer = await control.receive_frame(reader, control.HANDSHAKE_FRAME_BYTES)
             connect_nonce = control.check_hello(answer)
             control.check_proof(self._token, b"connect", accept_nonce, connect_nonce, answer)
         except (AuthError, ProtocolError) as err:
@@ -275,8 +277,12 @@ class Registry:
         member = peer.member
         if member is None or self.members.get(member.server_id) is not member:
             raise ProtocolError("not a member any more; register again")
-        member.stats = check_stats(message.get("stats"))
+        if "stats" in message:
+            member.stats = with_rates(check_stats(message["stats"]), member.stats)
         return {"type": "alive", "epoch": self.epoch, "draining": member.draining}
+
+    def _client_report(self, message: dict, peer: _Peer, now: float) -> None:
+        peer.stats = with_rates(check_stats(message.get("stats")), peer.stats)
 
     def _leave(self, message: dict, peer: _Peer, now: float) -> dict:
         self._forget(peer, "it left")
@@ -312,6 +318,7 @@ class Registry:
     _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
         "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
         "report": _report, "drain": _drain, "plan": _plan, "status": _status, **moves.HANDLERS,
+        "client_report": _client_report,
     }
 
     # ---------------------------------------------------------------- membership
@@ -328,9 +335,9 @@ class Registry:
             peer.plan = None
 
     def _changed(self) -> None:
-        if not self._broadcast_due and self._loop is not None:
+        if not self._broadcast_due and self.loop is not None:
             self._broadcast_due = True
-            self._loop.call_later(BROADCAST_SECONDS, self._broadcast)
+            self.loop.call_later(BROADCAST_SECONDS, self._broadcast)
 
     @property
     def settling(self) -> bool:
@@ -339,9 +346,9 @@ class Registry:
 
     def settle_soon(self) -> None:
         """Looks, once for all that comes together, which servers' lists all clients have."""
-        if not self._settle_due and self._loop is not None:
+        if not self._settle_due and self.loop is not None:
             self._settle_due = True
-            self._loop.call_later(BROADCAST_SECONDS, self._settle)
+            self.loop.call_later(BROADCAST_SECONDS, self._settle)
 
     def _settle(self) -> None:
         self._settle_due = False
@@ -382,11 +389,6 @@ class Registry:
                 if member is not None and now - member.last_heard > self.lease_seconds:
                     self._forget(peer, f"silent for {now - member.last_heard:.1f} s")
                     peer.writer.transport.abort()
-
-
-async def _receive(reader: asyncio.StreamReader, limit: int) -> dict:
-    length = control.frame_length(await reader.readexactly(4), limit)
-    return control.decode_body(await reader.readexactly(length))
 
 
 async def _send(writer: asyncio.StreamWriter, message: dict) -> None:

@@ -29,6 +29,7 @@ from .errors import CheckpointError, ConfigError, ExpertwireError, WaitTimeout
 from .hca import open_hca
 from .lease import Lease
 from .mover import LoadExperts, Mover
+from .reports import server_report
 
 if TYPE_CHECKING:
     from .experts import ExpertShard
@@ -164,11 +165,12 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; goes to the registry with each heartbeat."""
-        b = self.batcher
-        return {
-            "clients": len(self._clients), **b.counts, "stages": b.times.summary(),
-            **b.rows_by_expert(),
-        }
+        return server_report(self)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that are connected now."""
+        return len(self._clients)
 
     def use_shard(self, shard: Experts, done: Callable[[], None]) -> None:
         """The data thread goes over to these experts between two batches, then calls `done`."""

@@ -72,6 +72,7 @@ class Trip:
         )
         self._shape = self._batch.shape  # a view: making one costs more than using it
         self._address = ctypes.addressof(self._batch)
+        self._running = False  # in the native call
         self._paced_for = UNLIMITED
         self._version = -1  # sum of the flights' versions that the native flights point to
         self._times: StageTimes | None = None
@@ -120,7 +121,11 @@ class Trip:
         native.output = output.data_ptr()
         native.output_stride = output.stride(0) * output.itemsize
         native.num_tokens = batch.num_tokens
-        code = self._run(self._address)
+        self._running = True
+        try:
+            code = self._run(self._address)
+        finally:
+            self._running = False
         if code < 0:
             raise ExpertwireError(f"launch failed: {last_error()}")
         return code == 0
@@ -136,6 +141,11 @@ class Trip:
     @property
     def num_combined(self) -> int:
         return self._batch.num_combined
+
+    @property
+    def num_open(self) -> int:
+        """Chunks that the call which runs now has in flight."""
+        return self._batch.num_issued - self._batch.num_combined if self._running else 0
 
     def in_flight(self) -> list[tuple[int, Flight]]:
         """(chunk, its flight) of what was sent and not combined, oldest first."""
