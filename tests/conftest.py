@@ -17,6 +17,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
     parser.addoption(
+        "--slot-reuse", type=int, default=300, metavar="N",
+        help="batches that tests/system/test_slot_reuse.py sends through one slot (default 300)",
+    )
+    parser.addoption(
         "--require-oracles", action="store_true",
         help="an oracle of tests/oracles that is not installed is a failure, not a skip",
     )
