@@ -29,7 +29,7 @@ class FailoverRig:
         self.target, self.warps = target, warps
         self.lost_block = lost
         self.lost = lost.tensor.numpy()[: 4 * len(shares)].view(np.uint32)
-        self.resend = target.alloc(4, 0xFF)
+        self.resend, self.counted_before = target.alloc(4, 0xFF), target.alloc(8)
         self.failover = ClientFailoverArgs(
             wait=step.combine, expert_servers=step.expert_servers.addr, lost=lost.addr,
             resend=self.resend.addr, num_experts=6, max_replicas=step.route.max_replicas,
@@ -40,7 +40,9 @@ class FailoverRig:
         self.target.synchronize()
 
     def send(self, again: bool = False) -> None:
-        self.step.send_args.only_if = self.resend.addr if again else 0
+        args = self.step.send_args
+        args.only_if = self.resend.addr if again else 0
+        args.route.num_skipped = (self.counted_before if again else self.step.num_skipped).addr
         self.run(("client_send_direct", self.step.send_args), grid=3)
 
     def serve(self, *servers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import logging
 import time
@@ -61,8 +62,9 @@ class _NativeServer(ctypes.Structure):
         ("gather", c_void_p), ("reply", c_void_p), ("found", c_void_p),
         ("times", c_void_p * len(NATIVE_STAGES)), ("spin_ns", c_uint64),
         ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_refused", c_uint64),
+        ("bytes_received", c_uint64), ("bytes_sent", c_uint64),
         ("num_slots", c_uint32), ("pair_capacity", c_uint32), ("echo", c_uint32),
-        ("reserved", c_uint32),
+        ("queue_depth", c_uint32),
     )
 
 
@@ -79,6 +81,8 @@ class Batcher:
         self.hidden_size = model["hidden_size"]
         self.num_experts = model["num_experts"]
         self.times = StageTimes()
+        self.refusals: collections.Counter[str] = collections.Counter()  # messages, by reason
+        self.errors: collections.Counter[str] = collections.Counter()  # replies, by syndrome
         self._num_layers = model["num_layers"]
         # (ids, rows of each layer and id, rows by id with former shards): read by other threads
         self._counted = ([], np.zeros((0, 0), np.int64), np.zeros(self.num_experts, np.int64))
@@ -169,6 +173,10 @@ class Batcher:
         gather.expert_rows = rows.ctypes.data
         self._pair_capacity = self._native.pair_capacity = 0  # `_reserve` depends on both
 
+    def rows_by_layer(self) -> tuple[list[int], np.ndarray]:
+        """(ids, [layers, ids]): rows of each layer and held expert since they are held."""
+        return self._counted[:2]
+
     @property
     def expert_rows(self) -> np.ndarray:
         """Rows of each layer and held expert since they are held."""
@@ -188,10 +196,11 @@ class Batcher:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages, rows and refusals since the start."""
+        """Messages, rows, refusals and bytes since the start; messages that wait now."""
         native = self._native
         return {"messages": native.num_messages, "rows": native.num_rows,
-                "refused": native.num_refused}
+                "refused": native.num_refused, "bytes_received": native.bytes_received,
+                "bytes_sent": native.bytes_sent, "queue_depth": native.queue_depth}
 
     @property
     def flag_addrs(self) -> list[int]:
@@ -289,9 +298,11 @@ class Batcher:
         for message, status in zip(self.messages[:num_messages], self.statuses, strict=False):
             link, _ = self.links[message.slot]
             if message.reason != Reason.OK:
+                self.refusals[Reason(message.reason).name.lower()] += 1
                 log.warning("refused a message of client %s: %s", link.name,
                             Reason(message.reason).name)
             if status.code:
+                self.errors[f"{status.syndrome:#04x}"] += 1
                 log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,
                             status.code, status.syndrome)
                 broken.append(link)

@@ -29,6 +29,10 @@ Fp8Option = Annotated[
 DirectOption = Annotated[
     bool, typer.Option("--direct", help="store into the servers' memory without the work queue")
 ]
+MetricsOption = Annotated[
+    str | None, typer.Option("--metrics-port", metavar="[HOST:]PORT",
+                             help="Prometheus endpoint; needs 'expertwire[metrics]'")
+]
 DeviceOption = Annotated[
     str, typer.Option(help="of the attention side: cpu, or cuda[:N] for servers on GPUs")
 ]
@@ -52,6 +56,23 @@ def stop_on_signals(stop) -> None:
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
+
+
+@app.callback()
+def tls_files(
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="registry: its certificate, "
+                                                 "PEM; everything over TLS then")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="registry: the key of it")]
+    = None,
+    tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="others: certificates that the "
+                                               "registry's must be signed by")] = None,
+) -> None:
+    """Serve the experts of a Mixture-of-Experts model as independent network services."""
+    from . import tls
+
+    for name, file in ((tls.CERT, tls_cert), (tls.KEY, tls_key), (tls.CA, tls_ca)):
+        if file:
+            os.environ[name] = file  # for child processes, too
 
 
 @app.command()
@@ -89,6 +110,9 @@ def registry(
     = 10.0,
     state: Annotated[str | None, typer.Option(help="file that keeps the epoch over restarts")]
     = None,
+    page_port: Annotated[str | None, typer.Option(metavar="[HOST:]PORT", help="serve a page with "
+                         "the live picture; anybody who reaches it may read it")] = None,
+    metrics_port: MetricsOption = None,
 ) -> None:
     """Run the registry that servers and clients find each other through."""
     from .registry import Registry
@@ -96,6 +120,10 @@ def registry(
     server = Registry(listen, lease_seconds=lease, state_path=state)
     stop_on_signals(server.close)
     server.start()
+    if metrics_port or page_port:
+        from .cli_observe import look_at_registry
+
+        look_at_registry(server, page_port, metrics_port)
     print(f"registry listening on {server.address}", flush=True)
     wait_for(server.serve_forever)
 
@@ -116,6 +144,7 @@ def serve(
     = True,
     device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
                                         "host: --device there, or cuda.remote")] = "cpu",
+    metrics_port: MetricsOption = None,
 ) -> None:
     """Serve some experts of a model."""
     from .config import ServerConfig
@@ -130,6 +159,10 @@ def serve(
     )
     server.start()
     stop_on_signals(server.close)
+    if metrics_port:
+        from .cli_observe import look_at_server
+
+        look_at_server(server, metrics_port)
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
     wait_for(lambda: run_server(server))
@@ -192,10 +225,21 @@ def openai(
 
 
 @app.command()
-def status(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = False) -> None:
+def status(
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    watch: Annotated[bool, typer.Option("--watch", help="go on until Ctrl-C")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="with --watch: seconds between looks")]
+    = 1.0,
+    looks: Annotated[int | None, typer.Option(min=1, help="with --watch: end after so many")]
+    = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show the servers and clients of a registry."""
-    from .status import show_status
+    from .status import show_status, watch_status
 
+    if watch:
+        watch_status(registry, seconds=every, looks=looks, as_json=as_json)
+        return
     facts = show_status(registry, quiet=as_json)
     if as_json:
         print_json(facts)
@@ -331,4 +375,4 @@ def main() -> None:
         raise SystemExit(141) from None
 
 
-from . import cli_trace  # noqa: E402, F401  (registers its commands on `app`)
+from . import cli_observe, cli_plan, cli_trace  # noqa: E402, F401  (register their commands on `app`)

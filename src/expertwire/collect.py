@@ -62,6 +62,8 @@ def receive(client: Client, flight: Flight, chunk: Chunk) -> None:
             if isinstance(err, RejectedError) and err.reason != Reason.NOT_HELD:
                 raise  # another server would refuse it, too
             assert flight.table is not None
+            if isinstance(err, HcaError):
+                client.errors[f"{err.syndrome:#04x}"] += 1
             for s in flight.failed:
                 client.links.mark_lost(flight.table.links[s], str(err))
             if attempt + 1 == MAX_TRIES:
@@ -274,4 +276,6 @@ def client_stats(client: Client) -> dict[str, Any]:
         "retries": client.num_retries,  # chunks sent again
         "lost": client.links.num_lost,  # times that a server was given up
         "dropped": {"pairs": client.dropped.total(), "experts": dict(client.dropped)},
+        "errors": dict(client.errors),  # error completions, by syndrome
+        "queue_depth": client.queue_depth,
     }

@@ -13,6 +13,7 @@ from .control import Channel
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from .question import ANSWER_SECONDS, PlannedExperts, plan
 from .registry_thread import RegistryThread
+from .reports import REPORT_SECONDS, Reporter, stats_of
 
 log = logging.getLogger("expertwire.membership")
 
@@ -34,7 +35,7 @@ class Lease(RegistryThread):
     ):
         super().__init__(address, token, "expertwire-lease")
         self.facts = facts
-        self._stats = stats
+        self._reporter = Reporter(stats, seconds=0)  # with each heartbeat
         self._on_drain, self._on_place = on_drain, on_place
         self._listed = threading.Condition()  # guards the next three
         self._num_listed = self._listed_epoch = self._settled_epoch = 0
@@ -87,12 +88,16 @@ class Lease(RegistryThread):
 
     def _keep(self, channel: Channel, pause: float, longest_silence: float) -> None:
         """Heartbeats until the connection ends. Waits in recv, so that its end shows at once."""
+        pause = min(pause, REPORT_SECONDS)
         next_beat = time.monotonic() + pause
         unanswered_since: float | None = None
         while True:
             now = time.monotonic()
             if now >= next_beat:
-                channel.send({"type": "heartbeat", "stats": self._current_stats()})
+                message: dict[str, Any] = {"type": "heartbeat"}
+                if now >= self._reporter.due:
+                    message["stats"] = stats_of(self._reporter)
+                channel.send(message)
                 next_beat = now + pause
                 unanswered_since = unanswered_since or now
             if unanswered_since and now - unanswered_since > longest_silence:
@@ -156,13 +161,6 @@ class Lease(RegistryThread):
             return self._listed.wait_for(
                 lambda: self._settled_epoch >= self._listed_epoch, timeout
             )
-
-    def _current_stats(self) -> dict[str, Any]:
-        try:
-            return self._stats()
-        except Exception:
-            log.exception("stats failed")  # a server without statistics is still a server
-            return {}
 
     def _drain(self) -> None:
         if not self.draining:

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from .config import ClientConfig
-from .errors import ConfigError, ExpertwireError, NoServerError
+from .errors import AuthError, ConfigError, ExpertwireError, NoServerError
 from .hca.interface import Hca
 from .link import ServerLink, open_link
 from .membership import Members, Membership, ServerInfo
 from .message import SlotShape
+from .pacing import UNLIMITED
 from .patience import Patience
 from .routing import RoutingTable
 
@@ -50,6 +51,7 @@ class Links:
         self.released_epoch = 0  # set by `release`: no batch is routed by a table before it
         self.refusals: dict[str, str] = {}  # server id -> why it is not connected
         self.num_lost = 0
+        self.credit = UNLIMITED  # the least of all servers': a batch may go to any of them
         self._token = token
         self._client_id = client_id
         self._name = name
@@ -83,17 +85,20 @@ class Links:
     def wait(self, ready: Callable[[RoutingTable], bool], timeout: float) -> RoutingTable:
         """The table once `ready` holds, or as it is when the time is over.
 
-        Raises ConfigError once the client is closed.
+        Raises ConfigError once the client is closed, AuthError if the registry has another token.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not ready(self.table):
                 if self._stop.is_set():
                     raise ConfigError("the client was closed while it waited for servers")
+                failure = self.membership.failure
+                if isinstance(failure, AuthError) and not self.table.links:
+                    raise AuthError(str(failure))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, 0.1))
             return self.table
 
     def usable(self) -> RoutingTable:
@@ -176,7 +181,7 @@ class Links:
                     if key.data is None:
                         self._drain_wake()
                     else:
-                        self._end_of_file(selector, key.data)
+                        self._hear(selector, key.data)
                 if self._stop.is_set():
                     return
                 try:
@@ -204,10 +209,14 @@ class Links:
         waits = [at - now for at in list(self._retry_at.values()) if at > now]
         return max(0.01, min([1.0, *waits]))
 
-    def _end_of_file(self, selector: selectors.BaseSelector, link: ServerLink) -> None:
-        """A server sends nothing after the handshake, so readable means closed."""
-        selector.unregister(link.channel)
-        self.mark_lost(link, "its connection closed")
+    def _hear(self, selector: selectors.BaseSelector, link: ServerLink) -> None:
+        """After the handshake a server says what credit it gives, and that it is gone."""
+        try:
+            link.hear()
+            self.credit = _least_credit(self.table)
+        except (ExpertwireError, OSError):
+            selector.unregister(link.channel)
+            self.mark_lost(link, "its connection closed")
 
     def _follow(self, selector: selectors.BaseSelector, members: Members) -> None:
         present = {server.server_id: server for server in members.servers}
@@ -357,4 +366,9 @@ class Links:
         num_experts = self.model["num_experts"] if self.model else 0
         with self._changed:
             self.table = RoutingTable(epoch, num_experts, self._links.values())
+            self.credit = _least_credit(self.table)
             self._changed.notify_all()
+
+
+def _least_credit(table: RoutingTable) -> int:
+    return min((link.credit for link in table.links), default=UNLIMITED)

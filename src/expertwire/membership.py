@@ -15,6 +15,7 @@ from .errors import AuthError, ExpertwireError, ProtocolError, WaitTimeout
 from .lease import Lease
 from .question import ANSWER_SECONDS, PlannedExperts, ask, plan
 from .registry_thread import RegistryThread
+from .reports import Reporter, stats_of
 
 log = logging.getLogger("expertwire.membership")
 
@@ -60,14 +61,17 @@ class Membership(RegistryThread):
     After a restart of the registry, servers of the last snapshot stay until they have registered
     again or the new registry says that it has waited long enough for them. Epochs only grow.
     on_change: called from this object's thread after every new snapshot.
+    stats: called from there about once a second; a dict for JSON of at most 64 KiB.
     Raises ConfigError for a malformed address; nothing else, the registry need not be there.
     """
 
     def __init__(
         self, address: str, token: bytes, *, client_name: str = "",
         on_change: Callable[[], None] | None = None,
+        stats: Callable[[], dict[str, Any]] | None = None,
     ):
         super().__init__(address, token, "expertwire-membership")
+        self._reporter = Reporter(stats) if stats else None
         self.client_name = client_name
         self.on_change = on_change
         self._members = Members()
@@ -120,8 +124,10 @@ class Membership(RegistryThread):
         channel.send({"type": "watch", "client": self.client_name, "epoch": self._members.epoch,
                       "seen": self._seen})
         while True:
-            # No deadline: no change is no news. A vanished machine ends it (TCP keep-alive).
-            message, _ = channel.recv(None if self._welcome else ANSWER_SECONDS)
+            if not self._welcome:
+                message, _ = channel.recv(ANSWER_SECONDS)
+            else:
+                message = self._news(channel)
             if message.get("type") == "error":
                 raise ProtocolError(f"the registry refused: {message.get('reason')}")
             if message.get("type") != "members":
@@ -134,6 +140,19 @@ class Membership(RegistryThread):
                     on_change()
                 except Exception:
                     log.exception("on_change failed")
+
+    def _news(self, channel: Channel) -> dict:
+        """The registry's next message; reports while waiting for it.
+
+        No deadline: no change is no news. A vanished machine ends it (TCP keep-alive).
+        """
+        reporter = self._reporter
+        while reporter is not None:
+            try:
+                return channel.recv(max(0.001, reporter.due - time.monotonic()))[0]
+            except WaitTimeout:
+                channel.send({"type": "client_report", "stats": stats_of(reporter)})
+        return channel.recv(None)[0]
 
     def _take(self, message: dict) -> None:
         new = parse_members(message)

@@ -17,7 +17,7 @@ from typing import Any
 from .control import load_token
 from .errors import ConfigError
 from .question import ask
-from .status import expert_ranges
+from .status_tables import expert_ranges
 
 STAY_SHARE = 0.05  # a server may get so much more than the mean load by what it holds already
 

@@ -16,7 +16,7 @@ from typing import Any
 from .errors import ConfigError, ExpertwireError, WaitTimeout
 from .question import ask
 from .rebalance import Rebalance
-from .status import expert_ranges
+from .status_tables import expert_ranges
 
 LOOK_SECONDS = 0.1
 

@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import control, moves
+from . import control, moves, tls
 from .credentials import printable
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from .registry_status import status_message
+from .reports import with_rates
 from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry")
@@ -46,6 +47,7 @@ class _Peer:
         self.since = time.monotonic()
         self.authenticated = False
         self.watching: str | None = None  # the client's name
+        self.stats: dict[str, Any] = {}  # a client's last report
         self.seen = 0  # epoch of the oldest list that the client still routes by
         self.member: Member | None = None
         self.plan: Plan | None = None
@@ -65,6 +67,7 @@ class Registry:
     settle_seconds: how long after the start clients keep servers of an earlier registry.
     max_connections: default 4096, or what the limit of open files leaves.
     handshake_seconds: for a connection to prove that it knows the token.
+    tls_cert, tls_key: PEM files; default: EXPERTWIRE_TLS_CERT and _KEY, without them no TLS.
 
     Raises ConfigError for a malformed address, an impossible lease, or a state file that is none;
     AuthError for a token file that others can read.
@@ -74,12 +77,14 @@ class Registry:
         self, listen: str = "127.0.0.1:0", *, token: bytes | None = None,
         lease_seconds: float = 10.0, state_path: str | Path | None = None,
         settle_seconds: float = SETTLE_SECONDS, max_connections: int | None = None,
-        handshake_seconds: float = control.HANDSHAKE_SECONDS,
+        handshake_seconds: float = control.HANDSHAKE_SECONDS, tls_cert: str | None = None,
+        tls_key: str | None = None,
     ):
         self._host, self._port = control.parse_address(listen)
         if not (math.isfinite(lease_seconds) and lease_seconds > 0):
             raise ConfigError(f"a lease of {lease_seconds} s; it must be more than 0")
         self._token = control.load_token() if token is None else token
+        self._tls = tls.server_context(tls_cert, tls_key)
         self.lease_seconds = lease_seconds
         self.settle_seconds = settle_seconds
         self.handshake_seconds = handshake_seconds
@@ -91,7 +96,7 @@ class Registry:
         self.peers: dict[_Peer, None] = {}
         self._broadcast_due = self._settle_due = False
         self.started_at = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -130,9 +135,9 @@ class Registry:
 
     def close(self) -> None:
         """Stops listening and drops all connections. Idempotent."""
-        if self._loop is not None and self._stopping is not None:
+        if self.loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
-                self._loop.call_soon_threadsafe(self._stopping.set)
+                self.loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
 
@@ -151,7 +156,7 @@ class Registry:
             self._ready.set()
 
     async def _main(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self.loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         self.started_at = time.monotonic()
         try:
             server = await asyncio.start_server(self._serve, self._host, self._port, backlog=512)
@@ -165,7 +170,7 @@ class Registry:
         self.address = control.format_address(host, port)
         self._ready.set()
         keeper = asyncio.create_task(self._keep_leases())
-        self._loop.call_later(self.settle_seconds, self._changed)  # "settling" has ended
+        self.loop.call_later(self.settle_seconds, self._changed)  # "settling" has ended
         try:
             await self._stopping.wait()
         finally:
@@ -188,12 +193,14 @@ class Registry:
             self._make_room(writer)
             self.peers[peer] = None
             async with asyncio.timeout(self.handshake_seconds):
+                if self._tls is not None:
+                    await tls.accept_tls(writer, self._tls, self.handshake_seconds)
                 await self._authenticate(reader, writer)
             peer.authenticated = True
             while True:
                 lasting = peer.watching is not None or peer.member or peer.plan
                 async with asyncio.timeout(None if lasting else IDLE_SECONDS):
-                    message = await _receive(reader, control.MAX_FRAME_BYTES)
+                    message = await control.receive_frame(reader, control.MAX_FRAME_BYTES)
                 try:
                     reply = self._handle(message, peer)
                 except ExpertwireError as err:
@@ -236,7 +243,7 @@ class Registry:
         accept_nonce = bytes.fromhex(mine["nonce"])
         await _send(writer, mine)
         try:
-            answer = await _receive(reader, control.HANDSHAKE_FRAME_BYTES)
+            answer = await control.receive_frame(reader, control.HANDSHAKE_FRAME_BYTES)
             connect_nonce = control.check_hello(answer)
             control.check_proof(self._token, b"connect", accept_nonce, connect_nonce, answer)
         except (AuthError, ProtocolError) as err:
@@ -270,8 +277,12 @@ class Registry:
         member = peer.member
         if member is None or self.members.get(member.server_id) is not member:
             raise ProtocolError("not a member any more; register again")
-        member.stats = check_stats(message.get("stats"))
+        if "stats" in message:
+            member.stats = with_rates(check_stats(message["stats"]), member.stats)
         return {"type": "alive", "epoch": self.epoch, "draining": member.draining}
+
+    def _client_report(self, message: dict, peer: _Peer, now: float) -> None:
+        peer.stats = with_rates(check_stats(message.get("stats")), peer.stats)
 
     def _leave(self, message: dict, peer: _Peer, now: float) -> dict:
         self._forget(peer, "it left")
@@ -307,6 +318,7 @@ class Registry:
     _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
         "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
         "report": _report, "drain": _drain, "plan": _plan, "status": _status, **moves.HANDLERS,
+        "client_report": _client_report,
     }
 
     # ---------------------------------------------------------------- membership
@@ -323,9 +335,9 @@ class Registry:
             peer.plan = None
 
     def _changed(self) -> None:
-        if not self._broadcast_due and self._loop is not None:
+        if not self._broadcast_due and self.loop is not None:
             self._broadcast_due = True
-            self._loop.call_later(BROADCAST_SECONDS, self._broadcast)
+            self.loop.call_later(BROADCAST_SECONDS, self._broadcast)
 
     @property
     def settling(self) -> bool:
@@ -334,9 +346,9 @@ class Registry:
 
     def settle_soon(self) -> None:
         """Looks, once for all that comes together, which servers' lists all clients have."""
-        if not self._settle_due and self._loop is not None:
+        if not self._settle_due and self.loop is not None:
             self._settle_due = True
-            self._loop.call_later(BROADCAST_SECONDS, self._settle)
+            self.loop.call_later(BROADCAST_SECONDS, self._settle)
 
     def _settle(self) -> None:
         self._settle_due = False
@@ -377,11 +389,6 @@ class Registry:
                 if member is not None and now - member.last_heard > self.lease_seconds:
                     self._forget(peer, f"silent for {now - member.last_heard:.1f} s")
                     peer.writer.transport.abort()
-
-
-async def _receive(reader: asyncio.StreamReader, limit: int) -> dict:
-    length = control.frame_length(await reader.readexactly(4), limit)
-    return control.decode_body(await reader.readexactly(length))
 
 
 async def _send(writer: asyncio.StreamWriter, message: dict) -> None:

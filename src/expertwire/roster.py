@@ -186,6 +186,13 @@ class Roster:
                 "its limit of 1 MiB; start another registry for more"
             )
 
+    def describe(self, now: float) -> list[dict[str, Any]]:
+        """All members with what they reported, for `expertwire status`."""
+        return [
+            {**m.as_dict(), "stats": m.stats, "reports": m.reports, "last_report": m.last_report,
+             "silent_s": round(now - m.last_heard, 3)} for m in self.members.values()
+        ]
+
     # ---------------------------------------------------------------- plan
 
     def plan(self, model: object, num_servers: object, now: float) -> Plan:

@@ -22,13 +22,14 @@ import torch
 
 from . import trace
 from .batch import Batcher, Experts
-from .client_link import ClientLink, admit, refuse
+from .client_link import ClientLink, admit, refuse, share_credit
 from .config import ServerConfig
 from .control import Channel, listen_unix, load_token
 from .errors import CheckpointError, ConfigError, ExpertwireError, WaitTimeout
 from .hca import open_hca
 from .lease import Lease
 from .mover import LoadExperts, Mover
+from .reports import server_report
 
 if TYPE_CHECKING:
     from .experts import ExpertShard
@@ -81,6 +82,7 @@ class Server:
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._admitting: set[Channel] = set()  # connections whose request is being answered
         self._admitting_changed = threading.Condition()
+        self._credit_due = False
         self._to_watch: collections.deque[ClientLink] = collections.deque()
         self._threads: list[threading.Thread] = []
         self.error: BaseException | None = None
@@ -163,11 +165,12 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; goes to the registry with each heartbeat."""
-        b = self.batcher
-        return {
-            "clients": len(self._clients), **b.counts, "stages": b.times.summary(),
-            **b.rows_by_expert(),
-        }
+        return server_report(self)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that are connected now."""
+        return len(self._clients)
 
     def use_shard(self, shard: Experts, done: Callable[[], None]) -> None:
         """The data thread goes over to these experts between two batches, then calls `done`."""
@@ -286,7 +289,7 @@ class Server:
         try:
             link = admit(
                 self.hca, channel, model=self.model, server_id=self.server_id, config=self.config,
-                timeout=HANDSHAKE_SECONDS,
+                timeout=HANDSHAKE_SECONDS, others=self._clients,
             )
             self._post(lambda: self._add(link))
             self._to_watch.append(link)
@@ -314,6 +317,10 @@ class Server:
                             self._watch_wake[0].recv(4096)
                     else:
                         self._hear(key.fd, key.data)
+                if self._credit_due:
+                    self._credit_due = False
+                    for link in share_credit(list(self._clients), self.config):
+                        self._post(lambda link=link: self._remove(link))
                 while self._to_watch:
                     link = self._to_watch.popleft()
                     fd = link.channel.fileno()
@@ -339,12 +346,17 @@ class Server:
 
     def _add(self, link: ClientLink) -> None:
         self._clients.append(link)
+        self._clients_changed()
+
+    def _clients_changed(self) -> None:
         self.batcher.set_clients(self._clients)
+        self._credit_due = True
+        self._wake_watch()
 
     def _remove(self, link: ClientLink) -> None:
         if link in self._clients:
             self._clients.remove(link)
-            self.batcher.set_clients(self._clients)
+            self._clients_changed()
             assert link.endpoint is not None
             link.endpoint.peer_lost()
             link.close()

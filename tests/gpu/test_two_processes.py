@@ -65,6 +65,33 @@ def test_graphs_and_two_batches_in_flight(servers):
         remote.check()
 
 
+def test_through_work_queues(servers):
+    """Messages and replies as entries that an HCA kernel on either side executes: the same bits."""
+    with servers.remote(max_rows=16) as direct, \
+            servers.remote(max_rows=16, do_ibgda=True) as remote:
+        info = remote.model_info
+        for seed, num_tokens in enumerate((1, 16, 7, 40)):
+            for layer in range(info["num_layers"]):
+                inputs = batch(info, num_tokens, 70 + seed)
+                assert torch.equal(remote.moe(layer, *inputs), direct.moe(layer, *inputs))
+        inputs = batch(info, 9, 80)
+        handles = [remote.dispatch(i, *inputs) for i in range(2)]
+        assert torch.equal(handles[1].combine(), direct.moe(1, *inputs))
+        assert torch.equal(handles[0].combine(), direct.moe(0, *inputs))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            output = remote.moe(0, *inputs)
+        for seed in range(3):
+            fresh = batch(info, 9, 81 + seed)
+            for old, new in zip(inputs, fresh, strict=True):
+                old.copy_(new)
+            graph.replay()
+            assert torch.equal(output, direct.moe(0, *fresh))
+        remote.check()
+        stats = remote.stats()["hca"]
+        assert stats["executed"] > 100 and stats["error_cqes"] == 0 and stats["blocks"] == 1
+
+
 def test_two_clients_one_after_another_and_together(servers):
     with servers.remote(max_rows=8) as first:
         inputs = batch(first.model_info, 8, 40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,14 +34,22 @@ from ..target import GpuTarget
 from .flight import MAX_FAILOVERS, GpuFlight
 from .pinned import PinnedBuffer
 
+if TYPE_CHECKING:
+    from .endpoint import GpuEndpoint
+
 
 @dataclass(frozen=True)
 class Peer:
-    """A server as this GPU reaches it: its experts and the address of each request slot."""
+    """A server as this GPU reaches it: its experts and the address of each request slot.
+
+    endpoint: messages are made in its `send` memory and go through its work queue; request_addrs
+    are then the server's own. Else the slots are mapped here and written in place.
+    """
 
     server_id: int
     experts: Sequence[int]
     request_addrs: Sequence[int]
+    endpoint: GpuEndpoint | None = None
 
 
 class GpuHandle:
@@ -111,7 +120,10 @@ class GpuClient:
             self._replies = [target.alloc(size) for _ in peers]
             reply_addrs = [block.addr for block in self._replies]
         self._reply_addrs = reply_addrs
-        self.num_failovers = 0 if after_send else min(self.max_replicas - 1, MAX_FAILOVERS)
+        self.do_ibgda = any(peer.endpoint is not None for peer in peers)
+        # Through work queues a batch is not sent again.
+        self.num_failovers = (0 if after_send or self.do_ibgda
+                              else min(self.max_replicas - 1, MAX_FAILOVERS))
         self._flights = [GpuFlight(self, i) for i in range(shape.num_slots)]
         self._next = 0
         self._after_send = after_send
@@ -124,9 +136,13 @@ class GpuClient:
         entries = (ClientServer * len(self.peers))()
         for entry, peer, reply in zip(entries, self.peers, self._reply_addrs, strict=True):
             entry.send_addr = entry.remote_addr = peer.request_addrs[slot_idx]
+            if peer.endpoint is not None:
+                entry.send_addr = peer.endpoint.send.addr + slot_idx * shape.request_slot_bytes
+                entry.peer = peer.endpoint.peer_addr
             entry.request_slot_bytes = shape.request_slot_bytes
             entry.reply_addr = reply + slot_idx * shape.reply_slot_bytes
-            entry.reply_slot_bytes, entry.in_place = shape.reply_slot_bytes, 1
+            entry.reply_slot_bytes = shape.reply_slot_bytes
+            entry.in_place = peer.endpoint is None
             entry.max_rows, entry.max_pairs = shape.max_rows, shape.max_reply_rows
             entry.slot_idx, entry.server_id = slot_idx, peer.server_id
         return entries

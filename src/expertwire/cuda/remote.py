@@ -23,9 +23,10 @@ from ..link import DATA_PROTOCOL
 from ..membership import Members, Membership, ServerInfo
 from ..message import ReplyMode, SlotShape, dtype_of
 from .client import GpuClient, Peer
-from .ipc import Exported, Imported
+from .hca import GpuHca
 from .layers import GpuLayers
 from .service import MEMORY_KIND, device_name
+from .slots import Slots, make_slots
 
 log = logging.getLogger("expertwire.client")
 
@@ -33,54 +34,57 @@ LEAVE_SECONDS = 5.0
 
 
 class _Link:
-    """One server: its channel, our reply memory, its request memory as this GPU reaches it."""
+    """One server: its channel and the slots of the connection."""
 
     def __init__(
         self, server: ServerInfo, request: dict[str, Any], shape: SlotShape, token: bytes,
-        device: torch.device, deadline: float,
+        device: torch.device, hca: GpuHca | None, deadline: float,
     ):
-        self.server = server
-        self.requests: Imported | None = None
-        self.replies: Exported | None = None
+        self.server, self.shape = server, shape
+        self.slots: Slots | None = None
         self.channel: Channel = connect_unix(server.address, token, _left(deadline))
         try:
-            self.replies = Exported(device, shape.num_slots * shape.reply_slot_bytes)
-            self.channel.send(request, [self.replies.fd])
+            self.slots = make_slots(device, hca, shape.num_slots * shape.reply_slot_bytes,
+                                    shape.num_slots * shape.request_slot_bytes)
+            fields, fds = self.slots.offer()
+            self.channel.send({**request, **fields}, fds)
             reply, fds = self.channel.recv(_left(deadline))
-            self.requests = self._accept(reply, fds, shape, device)
+            self._check(reply, fds)
+            self.slots.connect(reply, fds)
             self.is_here = reply.get("device") == device_name(device)
         except BaseException:
             self.close()
             raise
 
-    def _accept(
-        self, reply: dict[str, Any], fds: list[int], shape: SlotShape, device: torch.device
-    ) -> Imported:
+    def _check(self, reply: dict[str, Any], fds: list[int]) -> None:
         name = self.server.server_id
-        try:
-            if reply.get("type") == "error":
-                raise ConfigError(f"server {name} refused the connection: "
-                                  f"{reply.get('reason', 'no reason given')}")
-            if reply.get("type") != "connected":
-                raise ProtocolError(f"server {name} answered {reply.get('type')!r}")
-        except ExpertwireError:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return Imported(device, fds, shape.num_slots * shape.request_slot_bytes)
+        if reply.get("type") == "connected":
+            return
+        for fd in fds:
+            os.close(fd)
+        if reply.get("type") == "error":
+            raise ConfigError(f"server {name} refused the connection: "
+                              f"{reply.get('reason', 'no reason given')}")
+        raise ProtocolError(f"server {name} answered {reply.get('type')!r}")
+
+    def peer(self) -> Peer:
+        """The server as the client takes it."""
+        assert self.slots is not None
+        first, size = self.slots.peer_addr, self.shape.request_slot_bytes
+        return Peer(self.server.seat, self.server.experts,
+                    [first + i * size for i in range(self.shape.num_slots)], self.slots.endpoint)
 
     def close(self) -> None:
         """Lets go of the memory of both, and waits until the server has. Idempotent."""
-        if self.requests is not None:
-            self.requests.close()
+        slots, self.slots = self.slots, None
+        if slots is not None:
+            slots.close()
         with contextlib.suppress(ExpertwireError):
             self.channel.send({"type": "leave"}, timeout=1.0)
             deadline = time.monotonic() + LEAVE_SECONDS
             while True:  # until the server closes its end, which it does last
                 self.channel.recv(_left(deadline))
         self.channel.close()
-        if self.replies is not None:
-            self.replies.close()
 
 
 class _Watch:
@@ -127,6 +131,10 @@ class RemoteExperts(GpuLayers):
     experts has a replica, its rows of the batch under way go there, in the same step, also in CUDA
     graphs; else the client fails. `lost_servers` tells.
 
+    do_ibgda: messages go through work queues that an HCA kernel on one multiprocessor executes
+    (hca.py), as they would through an adapter; else kernels write into the servers' slots. Through
+    work queues a lost server is a failure, replica or not.
+
     Use it as `LocalExperts`: `moe`, `dispatch`, `check`, `expertwire.transformers.attach`. Raises
     NoServerError, WaitTimeout, AuthError, ConfigError, HcaError where memory cannot be shared.
     """
@@ -135,6 +143,7 @@ class RemoteExperts(GpuLayers):
         self, registry: str, *, device: torch.device | int | None = None,
         token: bytes | None = None, max_rows: int = 256, num_slots: int = 2,
         batch_invariant: bool = True, timeout: float = 5.0, connect_timeout: float = 10.0,
+        do_ibgda: bool = False,
     ):
         self.refuse_capture()
         self.device = gpu_device(device)
@@ -142,6 +151,8 @@ class RemoteExperts(GpuLayers):
         self._max_rows, self._num_slots = max_rows, num_slots
         self._reply_mode = ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM
         self._timeout, self._connect_timeout = timeout, connect_timeout
+        self._do_ibgda = do_ibgda
+        self._hca: GpuHca | None = None
         self._links: list[_Link] = []
         self._watch: _Watch | None = None
         self._connect()
@@ -156,18 +167,20 @@ class RemoteExperts(GpuLayers):
             "type": "connect", "data_protocol": DATA_PROTOCOL, "memory_kind": MEMORY_KIND,
             "client_id": client_id, "client": f"client-{os.getpid()}",
             "fingerprint": model["fingerprint"], "shape": dataclasses.asdict(shape),
-            "num_qps": 1, "signal_mode": SIGNAL_WRITE, "do_ibgda": False,
+            "num_qps": 1, "signal_mode": SIGNAL_WRITE, "do_ibgda": self._do_ibgda,
         }
         try:
             with torch.cuda.device(self.device):
+                if self._do_ibgda:
+                    self._hca = GpuHca(self.device.index)
                 for server in servers:
-                    self._links.append(
-                        _Link(server, request, shape, self._token, self.device, deadline))
+                    self._links.append(_Link(server, request, shape, self._token, self.device,
+                                             self._hca, deadline))
                 self.client = GpuClient(
-                    model, [_peer(link, shape) for link in self._links], shape, self.device,
+                    model, [link.peer() for link in self._links], shape, self.device,
                     client_id=client_id, timeout=self._timeout,
                     waits_apart=any(link.is_here for link in self._links),
-                    reply_addrs=[link.replies.addr for link in self._links if link.replies],
+                    reply_addrs=[link.slots.own_addr for link in self._links if link.slots],
                 )
                 self._watch = _Watch(self.client, self._links)
                 self.warm_up()
@@ -197,12 +210,14 @@ class RemoteExperts(GpuLayers):
             self._connect()
 
     def stats(self) -> dict[str, Any]:
-        """Servers by id with seat and number of experts, and which of them are lost."""
+        """Servers by id with seat and number of experts, and which of them are lost; with work
+        queues also what the HCA has done."""
         return {
             "servers": {link.server.server_id: {"seat": link.server.seat,
                                                 "experts": len(link.server.experts)}
                         for link in self._links},
             "lost": self.lost_servers(), "skipped_ids": self.client.num_skipped,
+            **({"hca": self._hca.stats()} if self._hca else {}),
         }
 
     def lost_servers(self) -> list[str]:
@@ -220,6 +235,9 @@ class RemoteExperts(GpuLayers):
             torch.cuda.synchronize(self.device)
         for link in links:
             link.close()
+        hca, self._hca = self._hca, None
+        if hca is not None:
+            hca.close()
 
 
 def gpu_device(device: torch.device | int | None) -> torch.device:
@@ -228,13 +246,6 @@ def gpu_device(device: torch.device | int | None) -> torch.device:
         return device
     index = device if isinstance(device, int) else torch.cuda.current_device()
     return torch.device("cuda", index)
-
-
-def _peer(link: _Link, shape: SlotShape) -> Peer:
-    assert link.requests is not None
-    first = link.requests.addr
-    return Peer(link.server.seat, link.server.experts,
-                [first + i * shape.request_slot_bytes for i in range(shape.num_slots)])
 
 
 def find_servers(registry: str, token: bytes, timeout: float) -> list[ServerInfo]:

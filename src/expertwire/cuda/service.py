@@ -24,8 +24,9 @@ from ..errors import ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from ..membership import Lease
 from ..message import ReplyMode, SlotShape
 from .experts import GpuExperts
-from .ipc import Exported, Imported
+from .hca import GpuHca
 from .server import GpuServer
+from .slots import make_slots
 
 log = logging.getLogger("expertwire.server")
 
@@ -60,6 +61,7 @@ class ExpertService:
         self._lock = threading.Lock()
         self._clients: dict[threading.Thread, Channel] = {}
         self._closed = False
+        self._hca: GpuHca | None = None
 
     @classmethod
     def from_checkpoint(
@@ -167,34 +169,44 @@ class ExpertService:
         """One client from its request to its end."""
         request, fds = channel.recv(HANDSHAKE_SECONDS)
         experts, device = self.shard, self.shard.device
-        replies = requests = server = None
+        slots = server = None
         try:
             shape = self._check(request)
+            slots = make_slots(
+                device, self._open_hca() if request.get("do_ibgda") else None,
+                shape.num_slots * shape.request_slot_bytes,
+                shape.num_slots * shape.reply_slot_bytes, self.config.reply_timeout,
+            )
             taken, fds = fds, []
-            replies = Imported(device, taken, shape.num_slots * shape.reply_slot_bytes)
-            requests = Exported(device, shape.num_slots * shape.request_slot_bytes)
+            slots.connect(request, taken)
             server = GpuServer(
                 experts, self.model["num_experts"], shape, server_id=self.lease.seat,
-                wait_us=WAIT_US, requests_addr=requests.addr,
+                wait_us=WAIT_US, requests_addr=slots.own_addr,
             )
             server.connect(request["client_id"], [
-                replies.addr + i * shape.reply_slot_bytes for i in range(shape.num_slots)
-            ])
+                slots.peer_addr + i * shape.reply_slot_bytes for i in range(shape.num_slots)
+            ], slots.endpoint)
             server.start()
+            fields, offered = slots.offer()
             channel.send({
                 "type": "connected", "server_id": self.lease.server_id or "",
-                "device": device_name(device),
-            }, [requests.fd])
+                "device": device_name(device), **fields,
+            }, offered)
             self._watch(channel, server)
         finally:
             for fd in fds:
                 os.close(fd)
             if server is not None:
                 server.close()
-            if replies is not None:
-                replies.close()
-            if requests is not None:
-                requests.close()
+            if slots is not None:
+                slots.close()
+
+    def _open_hca(self) -> GpuHca:
+        """The HCA of all clients with work queues, from the first one on."""
+        with self._lock:
+            if self._hca is None:
+                self._hca = GpuHca(self.shard.device.index)
+            return self._hca
 
     def _check(self, request: dict[str, Any]) -> SlotShape:
         """The slots that a client asks for. Raises ConfigError, ProtocolError."""
@@ -236,6 +248,8 @@ class ExpertService:
             threads = list(self._clients)
         for thread in threads:
             thread.join(CLOSE_SECONDS)
+        if self._hca is not None and not any(thread.is_alive() for thread in threads):
+            self._hca.close()
         if any(thread.is_alive() for thread in threads):
             raise WaitTimeout(f"clients' passes did not end within {CLOSE_SECONDS} s", "close",
                               self.name)
