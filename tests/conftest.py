@@ -23,6 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chromium", metavar="PATH", help="a browser, for tests/browser")
     parser.addoption("--screenshots", metavar="FOLDER", help="where tests/browser keeps pictures")
     parser.addoption(
+        "--slot-reuse", type=int, default=300, metavar="N",
+        help="batches that tests/system/test_slot_reuse.py sends through one slot (default 300)",
+    )
+    parser.addoption(
         "--require-oracles", action="store_true",
         help="an oracle of tests/oracles that is not installed is a failure, not a skip",
     )
