@@ -13,6 +13,10 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--docs-commands", action="store_true",
+        help="run every command of the README and the docs (minutes; ports 7700 and 8000)",
+    )
+    parser.addoption(
         "--schedules", type=int, default=20, metavar="N",
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )

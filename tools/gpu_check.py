@@ -55,6 +55,7 @@ def steps(python: str) -> dict[str, tuple[float, list[list[str]]]]:
                        "tests/gpu/test_two_gpus.py", "--maxfail=20"]]),
         "hca": (120, [[python, *PYTEST, "tests/conformance", "-k", "gpu", "--maxfail=20"]]),
         "bench": (240, [[python, "bench/gpu_trip.py"]]),
+        "scale": (240, [[python, "bench/gpu_scale.py", "--svg", str(BUILD / "gpu_scale.svg")]]),
         "moe": (240, [[python, "bench/gpu_moe.py"]]),
         "overlap": (120, [[python, "bench/gpu_overlap.py"]]),
         "sanitize": (300, [

@@ -17,8 +17,12 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError, ProtocolError, WaitTimeout
+
+if TYPE_CHECKING:
+    from .tls import TlsSocket
 
 MAX_FRAME_BYTES = 1 << 20
 # Before its proof a peer is anybody: what it can make this side hold is small.
@@ -100,7 +104,9 @@ class Channel:
     stopped: ends waits early with WaitTimeout, within 0.1 s of being set.
     """
 
-    def __init__(self, sock: socket.socket, stopped: threading.Event | None = None):
+    def __init__(
+        self, sock: socket.socket | TlsSocket, stopped: threading.Event | None = None
+    ):
         # Non-blocking, each wait with its own deadline: a time-out that is set on the socket
         # would be shared by the thread that sends and the one that receives.
         sock.setblocking(False)
@@ -131,7 +137,7 @@ class Channel:
         try:
             while frame:
                 try:
-                    if fds:
+                    if fds and isinstance(self._socket, socket.socket):
                         sent = socket.send_fds(self._socket, [frame], list(fds))
                         fds = ()
                     else:
@@ -174,7 +180,7 @@ class Channel:
         fds: list[int] = []
         flags = 0
         try:
-            if self._is_unix and self.authenticated:
+            if isinstance(self._socket, socket.socket) and self._is_unix and self.authenticated:
                 # Not a byte beyond this frame: the kernel hands over the descriptors of later
                 # bytes with earlier ones, and they would be taken for this message's.
                 data, fds, flags = _receive_fds(self._socket, missing)

@@ -58,6 +58,23 @@ def stop_on_signals(stop) -> None:
     signal.signal(signal.SIGINT, handler)
 
 
+@app.callback()
+def tls_files(
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="registry: its certificate, "
+                                                 "PEM; everything over TLS then")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="registry: the key of it")]
+    = None,
+    tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="others: certificates that the "
+                                               "registry's must be signed by")] = None,
+) -> None:
+    """Serve the experts of a Mixture-of-Experts model as independent network services."""
+    from . import tls
+
+    for name, file in ((tls.CERT, tls_cert), (tls.KEY, tls_key), (tls.CA, tls_ca)):
+        if file:
+            os.environ[name] = file  # for child processes, too
+
+
 @app.command()
 def demo(
     prompt: Annotated[str, typer.Option(help="text to continue")] = "def read_lines(path):\n",

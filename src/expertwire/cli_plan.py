@@ -77,8 +77,8 @@ def lines(
             f"{p.message_bytes / 1e3:>15.1f}{p.experts_us:>12.1f}{p.layer_us:>10.1f}"
             f"{p.step_us / 1e3:>9.2f}{100 * p.busy:>5.0f}%  {p.bound_by}" for p in looked_at]
     out += ["", f"{chosen.servers} servers, {facts['servers_per_client']:g} per client; steps of "
-                f"{chosen.step_us / 1e3:.2f} ms, {work.tokens * work.clients / chosen.step_us * 1e6:.0f} "
-                "tokens/s",
+                f"{chosen.step_us / 1e3:.2f} ms, "
+                f"{work.tokens * work.clients / chosen.step_us * 1e6:.0f} tokens/s",
             f"saturates at {chosen.saturates_at:.1f} clients; bound by {chosen.bound_by}"]
     hot = facts["replicas"]
     if facts["imbalance_without_replicas"] > 1.01 and hot:

@@ -106,7 +106,7 @@ class Client:
     def moe(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """One MoE layer: sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t]).
+        """One MoE layer: `sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
 
         layer: index among the model's MoE layers, from 0. hidden: [T, H] in the dtype that the
         servers compute in, on the CPU, any strides; T may be 0. topk_ids: [T, K] int64 or int32,

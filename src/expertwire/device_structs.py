@@ -135,7 +135,7 @@ class ClientCombineArgs(ctypes.Structure):
 class ClientSendArgs(ctypes.Structure):
     _fields_ = (
         ("route", ClientRouteArgs), ("pack", ClientPackArgs), ("seq", c_uint64),
-        ("arrived", c_uint64), ("only_if", c_uint64),
+        ("arrived", c_uint64), ("counts", c_uint64), ("only_if", c_uint64),
     )
 
 
@@ -231,6 +231,10 @@ class ServerReplyArgs(ctypes.Structure):
     )
 
 
+class ServerEchoArgs(ctypes.Structure):
+    _fields_ = (("poll", ServerPollArgs), ("reply", ServerReplyArgs), ("seen", c_uint64))
+
+
 class IbgdaOperation(ctypes.Structure):
     _fields_ = (
         ("remote_addr", c_uint64), ("local_addr", c_uint64), ("num_bytes", c_uint64),
@@ -293,6 +297,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "server_reply_ibgda": ServerReplyArgs,
     "server_reply_direct": ServerReplyArgs,
     "server_reply_in_place": ServerReplyArgs,
+    "server_echo_in_place": ServerEchoArgs,
     "ibgda_run": IbgdaRunArgs,
     "gpu_hca": GpuHcaArgs,
 }

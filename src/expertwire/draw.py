@@ -11,6 +11,8 @@ from xml.sax.saxutils import escape
 # Okabe-Ito, readable with colour-blindness.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8C8C8C",
            "#6A3D9A", "#5D4037")
+NOTHING = "between stages"  # has a colour of its own, and does not look like work
+NOTHING_COLOUR = "#A3AAB8"
 WIDTH, LEFT, RIGHT, TOP = 1200, 170, 50, 92
 LEGEND_HEIGHT = 22  # of a row of it, below the first
 LANE_HEIGHT, LANE_GAP = 34, 12
@@ -49,7 +51,9 @@ def step_svg(spans: Sequence[Span], title: str, arrows: Sequence[Arrow] = ()) ->
     """The picture as SVG text."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names = list(dict.fromkeys(span.name for span in spans))
-    colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    stages = [name for name in names if name != NOTHING]
+    colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(stages)}
+    colour[NOTHING] = NOTHING_COLOUR
     end = max((span.end_us for span in spans), default=1.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / end
     shown_legend, num_rows = legend(names, colour)
@@ -64,16 +68,17 @@ def step_svg(spans: Sequence[Span], title: str, arrows: Sequence[Arrow] = ()) ->
         *shown_legend,
         *axis(end, scale, top, lanes_bottom),
     ]
-    for i, lane in enumerate(lanes):
+    for i in range(len(lanes)):
         y = top + i * (LANE_HEIGHT + LANE_GAP)
         out.append(f"<rect x='{LEFT}' y='{y}' width='{WIDTH - LEFT - RIGHT}' "
                    f"height='{LANE_HEIGHT}' fill='#f4f5f7'/>")
+    out += [line(arrow, lanes, top, scale) for arrow in arrows]
+    for i, lane in enumerate(lanes):
+        y = top + i * (LANE_HEIGHT + LANE_GAP)
         out.append(text(LEFT - 12, y + LANE_HEIGHT / 2 + 5, fitted(lane, LEFT - 24),
                         anchor="end"))
         for span in merged([s for s in spans if s.lane == lane], scale):
             out.append(box(span, y, scale, colour[span.name]))
-    for arrow in arrows:
-        out.append(line(arrow, lanes, top, scale))
     if lanes:
         shown = [s for s in spans if s.lane == lanes[0]]
         out += shares(shown, lanes[0], lanes_bottom + 62, colour)

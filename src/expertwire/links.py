@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from .config import ClientConfig
-from .errors import ConfigError, ExpertwireError, NoServerError
+from .errors import AuthError, ConfigError, ExpertwireError, NoServerError
 from .hca.interface import Hca
 from .link import ServerLink, open_link
 from .membership import Members, Membership, ServerInfo
@@ -85,17 +85,20 @@ class Links:
     def wait(self, ready: Callable[[RoutingTable], bool], timeout: float) -> RoutingTable:
         """The table once `ready` holds, or as it is when the time is over.
 
-        Raises ConfigError once the client is closed.
+        Raises ConfigError once the client is closed, AuthError if the registry has another token.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not ready(self.table):
                 if self._stop.is_set():
                     raise ConfigError("the client was closed while it waited for servers")
+                failure = self.membership.failure
+                if isinstance(failure, AuthError) and not self.table.links:
+                    raise AuthError(str(failure))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, 0.1))
             return self.table
 
     def usable(self) -> RoutingTable:

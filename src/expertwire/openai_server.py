@@ -23,6 +23,7 @@ from .attention import AttentionClient, open_client
 from .cli import stop_on_signals
 from .config import ClientConfig
 from .errors import ConfigError
+from .openai_errors import OpenAIErrors
 from .processes import follow_parent
 from .serve import load_progress, parse_device
 
@@ -144,12 +145,14 @@ def listening(server: Any, thread: threading.Thread) -> str | None:
 def replaced_classes(
     model: str, client: AttentionClient, dtype: str | None, device: torch.device | None
 ) -> Generator[None]:
-    """While open, transformers' server is made with our model manager and generation state."""
-    from transformers.cli.serving import model_manager, utils
+    """While open, transformers' server is made with our manager, generation state and errors."""
+    from transformers.cli.serving import model_manager, server, utils
 
-    places = [
+    build = server.build_server
+    places: list[tuple[Any, str, Any]] = [
         (model_manager, "ModelManager", make_manager(model, client, dtype, device)),
         (utils, "GenerationState", make_state(client)),
+        (server, "build_server", lambda *args, **kwargs: OpenAIErrors(build(*args, **kwargs))),
     ]
     originals = [getattr(module, name) for module, name, _ in places]
     for module, name, replacement in places:

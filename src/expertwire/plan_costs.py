@@ -5,6 +5,7 @@ Formulas and their sources: docs/planning.md.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -34,7 +35,9 @@ class Costs:
     overlaps: bool  # weights are read while others are used: the longer of both counts (a GPU)
     parallel: float = 1.0  # speed of each server when two work at once on one machine
 
-    def experts_us(self, busy: float, pairs: float, expert_bytes: float, pair_flops: float) -> float:
+    def experts_us(
+        self, busy: float, pairs: float, expert_bytes: float, pair_flops: float
+    ) -> float:
         """Of one batch: `busy` experts have `pairs` rows in all."""
         reading = busy * expert_bytes / self.weight_bytes_per_us
         computing = pairs * pair_flops / self.flops_per_us
@@ -103,21 +106,20 @@ def fit_costs(
 ) -> Costs:
     """Costs of measured messages, each alone on its way to one server.
 
-    samples: {"experts_held", "pairs", "bytes", "trip_us" (put to combine, without the experts),
-    "server_us" (poll, gather, reply), "experts_us"}, of at least three different sizes. chance: as
-    for `busy_experts`. Raises ConfigError with fewer.
+    samples: {"experts_held", "pairs", "bytes", "trip_us" (the call, or put to combine, without the
+    experts), "server_us" (poll, gather, reply), "experts_us"}, of at least three different sizes.
+    chance: as for `busy_experts`. Raises ConfigError with fewer.
     """
     if len({sample["pairs"] for sample in samples}) < 3:
         raise ConfigError("fitting costs takes batches of at least three different sizes")
     trip = fit_nonnegative(
         np.array([[1.0, s["bytes"]] for s in samples]), [s["trip_us"] for s in samples]
     )
-    experts = fit_nonnegative(
-        np.array([
-            [1.0, busy_experts(s["experts_held"], chance, s["pairs"] / (chance * s["experts_held"])),
-             s["pairs"]] for s in samples
-        ]), [s["experts_us"] for s in samples],
-    )
+    columns = [
+        [1.0, busy_experts(held, chance, pairs / (chance * held)), pairs]
+        for held, pairs in ((s["experts_held"], s["pairs"]) for s in samples)
+    ]
+    experts = fit_nonnegative(np.array(columns), [s["experts_us"] for s in samples])
     endless = 1e12
     return Costs(
         trip_us=float(trip[0]),
@@ -131,16 +133,19 @@ def fit_costs(
 
 
 def samples_of_trace(
-    events: Sequence[dict[str, Any]], experts_held: int
+    events: Sequence[dict[str, Any]], experts_held: int, quantile: float = 0.5
 ) -> list[dict[str, float]]:
     """What `fit_costs` takes, from a trace: medians by size of the messages that were served alone.
 
-    experts_held: by each server. Raises ConfigError if the trace has no such message.
+    The trace must be of a batch-invariant client (the default). experts_held: by each server.
+    quantile: another one than the median. Raises ConfigError if the trace has no such message.
     """
     from .trace_summary import ways
 
     by_size: dict[int, list[dict[str, float]]] = {}
     slices = [e for e in events if e["ph"] == "X"]
+    calls = sorted((e["ts"], e["pid"], e["tid"], e["ts"] + e["dur"]) for e in slices
+                   if e["name"] == "moe")
     for message, way in ways(slices).items():
         if not {"put", "poll", "experts", "reply", "combine"} <= way.keys():
             continue
@@ -148,8 +153,14 @@ def samples_of_trace(
             continue  # it shared the batch: its time is not its own
         facts = [m for step in ("put", "reply") for m in way[step]["args"]["messages"]
                  if m["id"] == message]
-        pairs = way["experts"]["args"].get("rows", 0)
-        whole = way["combine"]["ts"] + way["combine"]["dur"] - way["put"]["ts"]
+        size, pairs = facts[0]["rows"], facts[-1]["rows"]  # a reply has a row per pair
+        begin, end = way["put"]["ts"], way["combine"]["ts"] + way["combine"]["dur"]
+        place = bisect.bisect_right(calls, (begin, math.inf)) - 1
+        if place >= 0:  # the whole call, where it is there: checking the input takes time, too
+            start, pid, tid, stop = calls[place]
+            if (pid, tid) == (way["put"]["pid"], way["put"]["tid"]) and stop >= end:
+                begin, end = start, stop
+        whole = end - begin
         reply_end = way["reply"]["ts"] + way["reply"]["dur"]
         sample = {
             "experts_held": float(experts_held), "pairs": float(pairs),
@@ -157,11 +168,11 @@ def samples_of_trace(
             "trip_us": whole - way["experts"]["dur"], "experts_us": way["experts"]["dur"],
             "server_us": reply_end - way["poll"]["ts"] - way["experts"]["dur"],
         }
-        by_size.setdefault(pairs, []).append(sample)
+        by_size.setdefault(size, []).append(sample)
     if not by_size:
         raise ConfigError("the trace has no message that was served alone from put to combine; "
                           "trace one client, and its servers too")
     return [
-        {key: float(np.median([s[key] for s in found])) for key in found[0]}
+        {key: float(np.quantile([s[key] for s in found], quantile)) for key in found[0]}
         for _, found in sorted(by_size.items())
     ]

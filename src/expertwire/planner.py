@@ -1,4 +1,4 @@
-"""`expertwire plan`: how many expert servers, which replicas, how long a step takes, what saturates.
+"""`expertwire plan`: how many expert servers, which replicas, how long a step takes, and its limit.
 
 Formulas and their sources: docs/planning.md.
 """

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import control, moves
+from . import control, moves, tls
 from .credentials import printable
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from .registry_status import status_message
@@ -67,6 +67,7 @@ class Registry:
     settle_seconds: how long after the start clients keep servers of an earlier registry.
     max_connections: default 4096, or what the limit of open files leaves.
     handshake_seconds: for a connection to prove that it knows the token.
+    tls_cert, tls_key: PEM files; default: EXPERTWIRE_TLS_CERT and _KEY, without them no TLS.
 
     Raises ConfigError for a malformed address, an impossible lease, or a state file that is none;
     AuthError for a token file that others can read.
@@ -76,12 +77,14 @@ class Registry:
         self, listen: str = "127.0.0.1:0", *, token: bytes | None = None,
         lease_seconds: float = 10.0, state_path: str | Path | None = None,
         settle_seconds: float = SETTLE_SECONDS, max_connections: int | None = None,
-        handshake_seconds: float = control.HANDSHAKE_SECONDS,
+        handshake_seconds: float = control.HANDSHAKE_SECONDS, tls_cert: str | None = None,
+        tls_key: str | None = None,
     ):
         self._host, self._port = control.parse_address(listen)
         if not (math.isfinite(lease_seconds) and lease_seconds > 0):
             raise ConfigError(f"a lease of {lease_seconds} s; it must be more than 0")
         self._token = control.load_token() if token is None else token
+        self._tls = tls.server_context(tls_cert, tls_key)
         self.lease_seconds = lease_seconds
         self.settle_seconds = settle_seconds
         self.handshake_seconds = handshake_seconds
@@ -190,6 +193,8 @@ class Registry:
             self._make_room(writer)
             self.peers[peer] = None
             async with asyncio.timeout(self.handshake_seconds):
+                if self._tls is not None:
+                    await tls.accept_tls(writer, self._tls, self.handshake_seconds)
                 await self._authenticate(reader, writer)
             peer.authenticated = True
             while True:

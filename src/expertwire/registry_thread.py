@@ -8,7 +8,7 @@ import random
 import threading
 
 from .control import Channel, connect_tcp, parse_address
-from .errors import ExpertwireError, ProtocolError
+from .errors import AuthError, ExpertwireError, ProtocolError
 from .question import ANSWER_SECONDS, FIRST_PAUSE, LONGEST_PAUSE
 
 log = logging.getLogger("expertwire.membership")
@@ -25,6 +25,7 @@ class RegistryThread:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._welcome = False  # the registry took us in since the last attempt
+        self._was_welcome = False  # ever
         self._last_words = ""
         self.failure: ExpertwireError | None = None  # why the last attempt failed
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -36,6 +37,7 @@ class RegistryThread:
             try:
                 self._attempt()
             except ExpertwireError as err:
+                self._was_welcome |= self._welcome
                 self._note(err)
             except Exception as err:  # our own bug must not end membership for good
                 log.exception("registry %s", self._address)
@@ -64,7 +66,10 @@ class RegistryThread:
         self.failure = err
         if str(err) != self._last_words:  # say it once, not with every attempt
             self._last_words = str(err)
-            log.warning("registry %s: %s; trying again", self._address, err)
+            # Who starts with the wrong token is told by whoever waits for the registry, and ends.
+            first = isinstance(err, AuthError) and not self._was_welcome
+            log.log(logging.INFO if first else logging.WARNING, "registry %s: %s; trying again",
+                    self._address, err)
 
     def _talk(self, channel: Channel) -> None:
         raise TypeError("subclasses say what to talk about")

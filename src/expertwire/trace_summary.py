@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .draw import Arrow, Span, draw_step
+from .draw import NOTHING, Arrow, Span, draw_step
 from .errors import ConfigError
 from .trace_file import parts_folder
 
@@ -194,7 +194,7 @@ def gaps(stages: Sequence[Event], end: float) -> list[Event]:
     for event, after in zip(stages, [*(e["ts"] for e in stages[1:]), end], strict=True):
         begin = event["ts"] + event["dur"]
         if after > begin:
-            found.append({"cat": "client", "name": "between stages", "ts": begin,
+            found.append({"cat": "client", "name": NOTHING, "ts": begin,
                           "dur": after - begin})
     return found
 

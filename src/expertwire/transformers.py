@@ -191,11 +191,16 @@ def load(
     ):
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=kind, experts_implementation=NAME, output_loading_info=True
+                str(path), dtype=kind, experts_implementation=NAME, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # which makes it say which; they are refused below
             )
             model, report = loaded
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as err:
             raise CheckpointError(f"{path} cannot be loaded: {err!r}") from err
+    wrong = sorted(report.get("mismatched_keys") or [])
+    if wrong:
+        raise CheckpointError(f"{path}: {mismatch(path, *wrong[0])}"
+                              + (f", and {len(wrong) - 1} tensors more" if wrong[1:] else ""))
     missing = [name for name in report["missing_keys"] if ".experts." not in name]
     if missing:
         raise CheckpointError(f"{path}: tensors are missing: {', '.join(sorted(missing)[:5])}")
@@ -203,6 +208,16 @@ def load(
         progress(sum(sizes.values()), sum(sizes.values()))
     check_model(model, len(experts), [parameter_sizes(module) for module in experts], info)
     return attach(model.eval().to(device or "cpu"), client)
+
+
+def mismatch(path: str | Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
+    """A tensor whose shape is not the model's, in words, with its file if its name tells it."""
+    where = ""
+    for file in weight_files(path):
+        with open_weights(file) as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                where = f"{file.name}: "
+    return f"{where}tensor {name} has shape {list(found)}, the config makes it {list(wanted)}"
 
 
 def parameter_bytes(outline: torch.nn.Module, dtype: str | torch.dtype) -> dict[str, int]:

@@ -19,6 +19,7 @@ from ..device_structs import (
     RouteTables,
 )
 from ..target import Runnable
+from .launch import WARP_SIZE
 
 if TYPE_CHECKING:
     from .client import GpuClient
@@ -52,9 +53,10 @@ class GpuFlight:
             target.alloc(num_servers * 4), target.alloc(num_servers * shape.max_rows * 4),
             target.alloc(max_pairs * 4), target.alloc(max_pairs * 4), target.alloc(8),
             target.alloc(4), target.alloc(4), target.alloc(8),
+            target.alloc(num_servers * (-(-shape.max_rows // WARP_SIZE) + 1) * 8),
         ]
         (servers, batch_size, num_pairs, row_token, pair_server, pair_row, seq, arrived,
-         self._resend, self._counted_before) = (block.addr for block in self._memory)
+         self._resend, self._counted_before, row_counts) = (block.addr for block in self._memory)
         tables = RouteTables(
             batch_size=batch_size, num_pairs=num_pairs, row_token=row_token,
             pair_server=pair_server, pair_row=pair_row, row_stride=shape.max_rows,
@@ -75,7 +77,7 @@ class GpuFlight:
             pack=ClientPackArgs(
                 servers=servers, tables=tables, shape=message, missing_expert=counts + 8
             ),
-            seq=seq, arrived=arrived,
+            seq=seq, arrived=arrived, counts=row_counts,
         )
         self._combine = ClientCombineArgs(
             servers=servers, tables=tables, shape=message, status=client.status.addr, seq=seq,
@@ -124,7 +126,7 @@ class GpuFlight:
             self._launch_put().run()
             return
         pieces = self._num_tokens * -(-self._row_bytes // SEND_PIECE)
-        self._launch("client_send_direct", self._send, num_blocks(pieces)).run()
+        self._launch("client_send_direct", self._send, num_blocks(pieces) + 1).run()
 
     def launch_combine(self, output: torch.Tensor) -> None:
         """Waits on the GPU for the replies and sums them into output [T, H].

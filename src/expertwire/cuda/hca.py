@@ -1,8 +1,8 @@
 """The HCA kernel (device/gpu_hca.cuh) between processes and GPUs: `open_hca("gpu")`.
 
 Queues, keys and messages lie in GPU memory; kernels post to the rings, the HCA kernel executes what
-is posted, on at most two multiprocessors, in passes of a millisecond that follow one another. What
-it writes to is the peer's GPU memory, mapped here (ipc.py). The keys that a peer gets are in a
+is posted, on at most two multiprocessors, in passes of 5 ms that a thread keeps enqueued. What it
+writes to is the peer's GPU memory, mapped here (ipc.py). The keys that a peer gets are in a
 table in our memory that its HCA reads for every entry, so a revoked key works for nobody.
 """
 
@@ -33,7 +33,7 @@ from .pinned import PinnedBuffer
 MAX_KEYS, MAX_QUEUES, MAX_BLOCKS = 64, 64, 2
 KEY_BYTES, QUEUE_BYTES = ctypes.sizeof(HcaKey), ctypes.sizeof(HcaQueue)
 UAR_BYTES = 4096
-PASS_NS = 1_000_000
+PASS_NS = 5_000_000  # synchronising the device waits for a few passes
 WARPS = 16
 
 

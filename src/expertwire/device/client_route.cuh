@@ -33,6 +33,7 @@ EW_DEVICE i64 load_id(const ClientRouteArgs& args, u32 token, u32 k) {
 
 EW_DEVICE i32 server_of(const ClientRouteArgs& args, i64 expert, u32 token) {
   const i32* replicas = at<const i32>(args.expert_servers) + expert * args.max_replicas;
+  if (args.max_replicas == 1) return replicas[0];
   u32 num_replicas = 0;
   while (num_replicas < args.max_replicas && replicas[num_replicas] >= 0) ++num_replicas;
   return num_replicas ? replicas[(token + args.rotation) % num_replicas] : -1;
@@ -81,8 +82,8 @@ EW_DEVICE RouteCount scan_tokens(const ClientRouteArgs& args, u32 s, u32 first, 
   return sum;
 }
 
-// One block. count: whether skipped ids are added up (blocks that route beside each other must not).
-EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
+// One block.
+EW_DEVICE void route_tokens(const ClientRouteArgs& args) {
   i32* pair_server = at<i32>(args.tables.pair_server);
   i32* pair_row = at<i32>(args.tables.pair_row);
   const u32 top_k = args.experts_per_row;
@@ -91,7 +92,7 @@ EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
     const i64 expert = load_id(args, i / top_k, i % top_k);
     i32 server = -1;
     if (expert < 0 || expert >= args.num_experts) {
-      if (count) atomic_add(at<u64>(args.num_skipped), 1ull);
+      atomic_add(at<u64>(args.num_skipped), 1ull);
     } else {
       server = server_of(args, expert, i / top_k);
       if (server < 0) *at<i32>(args.missing_expert) = static_cast<i32>(expert);
@@ -130,4 +131,4 @@ EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
   }
 }
 
-EW_KERNEL(client_route, ClientRouteArgs) { route_tokens(args, true); }
+EW_KERNEL(client_route, ClientRouteArgs) { route_tokens(args); }

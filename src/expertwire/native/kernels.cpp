@@ -11,6 +11,7 @@
 #include "gpu_hca.cuh"
 #include "trace.hpp"
 #include "trip.hpp"
+#include "server_echo.cuh"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
 #include "server_reply.cuh"
@@ -41,6 +42,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),
+    EW_ENTRY(server_echo_in_place, ServerEchoArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
     EW_ENTRY(gpu_hca, GpuHcaArgs),
 };

@@ -190,7 +190,8 @@ struct ew_hca {
   u32 num_peers = 0;
   u32 num_watched = 0;           // windows whose immediates become flags
   u32 next_pd = 1, next_qpn;
-  int wake_fd = -1;
+  int wake_fd = -1;   // a byte sent here, by us or a peer, ends the wait
+  int woken_fd = -1;  // the other end, never given away
   std::atomic<u32> interrupted{0};
   std::atomic<u32> sleeping{0};  // a thread of ours waits on wake_fd, perhaps for a completion
   bool completed = false;        // CQEs were written since the last look

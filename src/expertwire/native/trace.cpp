@@ -136,10 +136,10 @@ void trace_before(const ew_step& step) {
       const ServerMessage& message = at<const ServerMessage>(reply.messages)[m];
       const ServerSlot& slot = at<const ServerSlot>(reply.slots)[message.slot];
       TraceRecord record = taken_message(message, slot);
-      record.server = reply.server_id, record.num_bytes = sizeof(ReplyHead) + 8;
-      if (message.reason == kReasonOk)
-        record.num_bytes += static_cast<u64>(message.num_reply_rows) * reply.hidden_size *
-                            data_type_bytes(message.head.reply_type);
+      record.server = reply.server_id;
+      record.rows = message.reason == kReasonOk ? message.num_reply_rows : 0;
+      record.num_bytes = static_cast<u64>(record.rows) * reply.hidden_size *
+                             data_type_bytes(message.head.reply_type) + sizeof(ReplyHead) + 8;
       add_targets(slot.peer, slot.remote_reply_addr, slot.reply_slot_bytes, record);
     }
   }
