@@ -93,17 +93,19 @@ def wqe_decode(
 def doctor(
     need: Annotated[str, typer.Option(help="path that must work: cpu, gpu, nvlink, ucx or mlx5")]
     = "cpu",
+    seconds: Annotated[float | None, typer.Option(min=0.5, help="time for all checks, where "
+                                                  "importing torch takes long")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say which paths work on this machine, why not, and what fixes it. Ends with 1 if the needed
     one does not."""
-    from .doctor.report import PATHS, as_dict, examine, report_lines
+    from .doctor.report import PATHS, SECONDS, as_dict, examine, report_lines
     from .errors import ConfigError
 
     if need not in PATHS:
         raise ConfigError(f"--need {need!r}: it is one of {', '.join(PATHS)}")
     begin = time.monotonic()
-    found = examine()
+    found = examine(seconds=seconds or SECONDS)
     facts = as_dict(found, need, time.monotonic() - begin)
     if as_json:
         print_json(facts)
