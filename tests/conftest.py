@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, default=20, metavar="N",
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
+    parser.addoption("--chromium", metavar="PATH", help="a browser, for tests/browser")
+    parser.addoption("--screenshots", metavar="FOLDER", help="where tests/browser keeps pictures")
+    parser.addoption(
+        "--require-oracles", action="store_true",
+        help="an oracle of tests/oracles that is not installed is a failure, not a skip",
+    )
 
 
 TOKEN = b"test-token-0123456789abcdef"

@@ -11,6 +11,7 @@ from types import TracebackType
 
 from .errors import ConfigError
 from .processes import ChildGroup, ChildProcess
+from .zygote import Zygote
 
 START_SECONDS = 120.0  # importing torch takes long where many processes share two cores
 
@@ -18,22 +19,25 @@ START_SECONDS = 120.0  # importing torch takes long where many processes share t
 class Fleet(ChildGroup):
     """Starts and stops processes by name; all of them end with the `with` block.
 
+    They are forked from one that has imported everything (zygote.py).
+
     model: the checkpoint folder that the servers read. dtype: what they compute in.
     lease: seconds of silence after which the registry removes a server.
     """
 
     def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0):
-        super().__init__()
+        # OpenMP threads that spin on cores which other processes need slow everything down.
+        super().__init__(Zygote(model, {"OMP_NUM_THREADS": "1"}))
         self.model = model
         self.dtype = dtype
         self.lease = lease
         self.token = secrets.token_hex(16).encode()
-        self.address = "127.0.0.1:0"
+        self.address = "127.0.0.1:0"  # of the registry
+        self.way_in = ""  # another address that leads to it; "": servers take the registry's own
         self.servers: dict[str, ChildProcess] = {}
         self.registry: ChildProcess | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="expertwire-fleet-")
-        # OpenMP threads that spin on cores which other processes need slow everything down.
-        self._env = {"EXPERTWIRE_TOKEN": self.token.decode(), "OMP_NUM_THREADS": "1"}
+        self._env = {"EXPERTWIRE_TOKEN": self.token.decode()}
 
     def start_registry(self) -> str:
         """Starts it, or starts it again where and with the state that it had; the address."""
@@ -54,7 +58,8 @@ class Fleet(ChildGroup):
                 raise ConfigError(f"server {name} is running already")
             self._forget(running)
         self.servers[name] = server = self.start(
-            name, ["serve", self.model, "--experts", experts, "--registry", self.address,
+            name, ["serve", self.model, "--experts", experts, "--registry",
+                   self.way_in or self.address,
                    "--name", name, "--dtype", self.dtype, "--threads", "1"], self._env,
         )
         if wait:
@@ -98,4 +103,6 @@ class Fleet(ChildGroup):
             if child.process.poll() is None:
                 os.kill(child.process.pid, signal.SIGCONT)
         super().__exit__(kind, value, trace)
+        assert self.zygote is not None
+        self.zygote.close()
         self._folder.cleanup()

@@ -36,6 +36,7 @@ void fill(ew_batch* batch, const ew_flight& flight, u32 chunk) {
   route->topk_ids = pack->topk_ids = batch->topk_ids + begin * batch->ids_stride * batch->id_bytes;
   route->ids_stride = pack->ids_stride = batch->ids_stride;
   route->id_bytes = pack->id_bytes = batch->id_bytes;
+  route->rotation = replica_rotation(route->reply_mode, batch->shape.seq, batch->shape.layer);
   route->num_tokens = combine->num_tokens = chunk_tokens(*batch, chunk);
   pack->hidden = batch->hidden + begin * batch->hidden_stride, pack->hidden_stride = batch->hidden_stride;
   pack->topk_weights = batch->topk_weights + begin * batch->weights_stride * 4;

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "client_combine.cuh"
+#include "client_failover.cuh"
 #include "client_pack.cuh"
 #include "client_put.cuh"
 #include "client_route.cuh"
@@ -10,6 +11,7 @@
 #include "gpu_hca.cuh"
 #include "trace.hpp"
 #include "trip.hpp"
+#include "server_echo.cuh"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
 #include "server_reply.cuh"
@@ -32,6 +34,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_wait, ClientCombineArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
+    EW_ENTRY(client_failover, ClientFailoverArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_group, ServerGatherArgs),
@@ -39,6 +42,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),
+    EW_ENTRY(server_echo_in_place, ServerEchoArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
     EW_ENTRY(gpu_hca, GpuHcaArgs),
 };
