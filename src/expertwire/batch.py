@@ -50,6 +50,8 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
+# Of what is refused, the first ones of a client and then few are logged: it decides how many come.
+TOLD, TOLD_EVERY = 5, 10_000
 NATIVE_STAGES = ("poll", "gather", "reply")
 
 
@@ -289,8 +291,10 @@ class Batcher:
         for message, status in zip(self.messages[:num_messages], self.statuses, strict=False):
             link, _ = self.links[message.slot]
             if message.reason != Reason.OK:
-                log.warning("refused a message of client %s: %s", link.name,
-                            Reason(message.reason).name)
+                link.num_refused += 1
+                if link.num_refused <= TOLD or link.num_refused % TOLD_EVERY == 0:
+                    log.warning("refused message %d of client %s: %s", link.num_refused, link.name,
+                                Reason(message.reason).name)
             if status.code:
                 log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,
                             status.code, status.syndrome)
