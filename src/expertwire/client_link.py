@@ -35,6 +35,7 @@ class ClientLink:
         self.previous_reply_seq = [0] * shape.num_slots
         self.wanted_bytes = Pace.of(shape).window_bytes
         self.credit = 0  # what it was told last
+        self.num_refused = 0
         self.closed = False
 
     def grant(self, credit: int) -> None:

@@ -273,19 +273,21 @@ class Server:
                 continue
             except OSError:
                 return  # the listener was closed
-            if len(self._clients) >= self.config.max_connections:
-                refuse(channel, f"the server has {len(self._clients)} clients, its limit")
+            with self._admitting_changed:
+                num_clients = len(self._clients) + len(self._admitting)
+                if self._stop.is_set():
+                    channel.close()
+                    return
+                if num_clients < self.config.max_connections:
+                    self._admitting.add(channel)
+            if num_clients >= self.config.max_connections:
+                refuse(channel, f"the server has {num_clients} clients, its limit")
                 channel.close()
                 continue
             # A client that stalls here holds up nobody: a thread of its own, bounded in time.
             threading.Thread(target=self._admit, args=(channel,), daemon=True).start()
 
     def _admit(self, channel: Channel) -> None:
-        with self._admitting_changed:
-            if self._stop.is_set():
-                channel.close()
-                return
-            self._admitting.add(channel)
         try:
             link = admit(
                 self.hca, channel, model=self.model, server_id=self.server_id, config=self.config,
