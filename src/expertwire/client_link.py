@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from .config import MAX_IMM_SLOTS, SIGNAL_MODES, ServerConfig
@@ -16,6 +17,7 @@ from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
 from .link import DATA_PROTOCOL, check_signal_mode, parse_hex
 from .message import ReplyMode, SlotShape
+from .pacing import Pace, shares
 
 
 class ClientLink:
@@ -31,7 +33,19 @@ class ClientLink:
         self.endpoint: Endpoint | None = None
         self.last_seq = [0] * shape.num_slots
         self.previous_reply_seq = [0] * shape.num_slots
+        self.wanted_bytes = Pace.of(shape).window_bytes
+        self.credit = 0  # what it was told last
+        self.num_refused = 0
         self.closed = False
+
+    def grant(self, credit: int) -> None:
+        """Tells the client how many bytes it may have on their way, if that is news.
+
+        Raises ProtocolError or WaitTimeout if it cannot be told: it is gone, or does not read.
+        """
+        if credit != self.credit:
+            self.credit = credit
+            self.channel.send({"type": "credit", "credit": credit}, timeout=0.05)
 
     def fill_slot(self, entry: ServerSlot, slot_idx: int) -> None:
         """Writes the device's view of one slot."""
@@ -59,12 +73,25 @@ class ClientLink:
                 self.endpoint.close()
 
 
+def share_credit(clients: Sequence[ClientLink], config: ServerConfig) -> list[ClientLink]:
+    """Tells the clients what they may have on their way; returns those that take no messages."""
+    parts = shares(config.max_inflight_bytes, [link.wanted_bytes for link in clients])
+    stuck = []
+    for link, credit in zip(clients, parts, strict=True):
+        try:
+            link.grant(credit)
+        except (ExpertwireError, OSError):
+            stuck.append(link)
+    return stuck
+
+
 def admit(
     hca: Hca, channel: Channel, *, model: dict[str, Any], server_id: str, config: ServerConfig,
-    timeout: float,
+    timeout: float, others: Sequence[ClientLink],
 ) -> ClientLink:
     """Answers one client's connect request, after the channel's authentication.
 
+    others: the clients that it will share the server's budget with.
     A request that does not fit is answered with the reason. Raises ExpertwireError after that.
     """
     endpoint = None
@@ -86,9 +113,11 @@ def admit(
             raise HandleError("the client offers less reply memory than its slots need")
         taken, fds = fds, []
         endpoint.connect(ConnectionHandle.unpack(parse_hex(request, "connection")), memory, taken)
+        wants = [other.wanted_bytes for other in [*others, link]]
+        link.credit = shares(config.max_inflight_bytes, wants)[-1]
         channel.send(
             {
-                "type": "connected", "server_id": server_id,
+                "type": "connected", "server_id": server_id, "credit": link.credit,
                 "connection": endpoint.connection_handle().pack().hex(),
                 "memory": endpoint.memory_handle().pack().hex(),
             },

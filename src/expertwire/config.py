@@ -71,14 +71,18 @@ class ServerConfig:
     max_connections: int = 1024
     max_slot_bytes: int = 1 << 32  # memory one client may ask for, per direction
     max_experts_per_row: int = 64
+    max_inflight_bytes: int = 1 << 28  # on their way here from all clients together (pacing.py)
     num_threads: int | None = field(default=None)  # torch threads; None: leave as it is
+    room: int | None = None  # experts there is memory for, for `rebalance`; None: as many as held
 
     def __post_init__(self) -> None:
         _check_positive(
-            self, "max_batch_rows", "max_connections", "max_experts_per_row", "max_slot_bytes"
+            self, "max_batch_rows", "max_connections", "max_experts_per_row", "max_slot_bytes",
+            "max_inflight_bytes",
         )
-        if self.num_threads is not None:
-            _check_positive(self, "num_threads")
+        for name in ("num_threads", "room"):
+            if getattr(self, name) is not None:
+                _check_positive(self, name)
         _check_times(self, "idle_timeout", "reply_timeout")
         _check_spin(self.spin_us)
         _check_depth(self.queue_depth)

@@ -16,9 +16,12 @@ one peer may write (and nobody else, so a peer can never touch another's slots).
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 from .device_structs import (
     DOORBELL_MODES,
@@ -30,6 +33,7 @@ from .device_structs import (
 from .errors import ConfigError, HandleError, HcaError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca, Peer
+from .hca.ring import dump_path, write_ring
 from .memory import (
     ACCESS_LOCAL_WRITE,
     ACCESS_REMOTE_ATOMIC,
@@ -49,6 +53,8 @@ def configured_doorbell() -> int:
                           f"not {name!r}")
     return DOORBELL_MODES[name]
 
+
+log = logging.getLogger("expertwire.connection")
 
 SCRATCH_BYTES = 64  # at the end of the send region: where atomics put the old value
 
@@ -148,11 +154,7 @@ class Endpoint:
                 raise HandleError(
                     f"the peer has {len(connection.qpns)} queue pairs, this side {len(self._qps)}"
                 )
-            actual = os.fstat(fds[2]).st_size
-            if actual < memory.num_bytes:
-                raise HandleError(
-                    f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
-                )
+            self._check_size(fds[2], memory)
             self.peer = self.hca.import_peer(fds[0], fds[1], [fds[2]])
         finally:
             for fd in fds:
@@ -165,6 +167,14 @@ class Endpoint:
         key.key_be = socket.htonl(memory.rkey)
         key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
+
+    @staticmethod
+    def _check_size(fd: int, memory: MemoryHandle) -> None:
+        actual = os.fstat(fd).st_size
+        if actual < memory.num_bytes:
+            raise HandleError(
+                f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
+            )
 
     def watch_immediates(self, slot_bytes: int, num_slots: int) -> None:
         """The peer signals by write with immediate: its immediates are numbers of `recv` slots,
@@ -185,11 +195,37 @@ class Endpoint:
         if self.peer is not None:
             self.peer.notify()
 
+    def dump(self, path: str | Path, name: str = "") -> None:
+        """Writes the send queues' rings to a file, for `expertwire wqe decode`.
+
+        name: shown with them. Raises OSError.
+        """
+        with open(path, "wb") as out:
+            self.dump_to(out, name)
+
+    def dump_to(self, out: BinaryIO, name: str = "") -> None:
+        """Appends the rings to an open file."""
+        for state in self._qp_states:
+            write_ring(out, state, name)
+
+    def _dump_if_wanted(self) -> None:
+        folder = os.environ.get("EXPERTWIRE_DUMP")
+        if not folder:
+            return
+        try:
+            self.dump(dump_path(folder, self._qps[0].info.qpn))
+        except OSError as err:  # closing goes on
+            log.warning("EXPERTWIRE_DUMP=%s: %s", folder, err)
+
     def close(self) -> None:
-        """Revokes the keys and gives back queue pairs, mappings and memory. Idempotent."""
+        """Revokes the keys and gives back queue pairs, mappings and memory. Idempotent.
+
+        With EXPERTWIRE_DUMP=FOLDER the rings are written there first.
+        """
         if self._closed:
             return
         self._closed = True
+        self._dump_if_wanted()
         for qp in self._qps:
             qp.destroy()
         if self.peer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -11,10 +12,11 @@ from .config import SIGNAL_MODES, ClientConfig
 from .connection import Endpoint
 from .control import Channel, connect_unix
 from .device_structs import SIGNAL_WRITE, SIGNAL_WRITE_IMM
-from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
+from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError, WaitTimeout
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
 from .message import SlotShape
+from .pacing import UNLIMITED
 from .patience import Patience, longest_wait
 
 DATA_PROTOCOL = 1
@@ -36,9 +38,23 @@ class ServerLink:
         self.channel = channel
         self.shape = shape
         self.lost = False
+        self.credit = UNLIMITED  # bytes that may be on their way to this server
         self.previous_seq = [0] * shape.num_slots  # what each request slot's flag holds
         self.patience = patience
         self.counters = patience.counters
+
+    def hear(self) -> None:
+        """Takes what the server says: a new credit. Raises ProtocolError once it is gone."""
+        with contextlib.suppress(WaitTimeout):
+            while True:
+                message, fds = self.channel.recv(0.0)
+                for fd in fds:
+                    os.close(fd)
+                self.grant(message.get("credit"))
+
+    def grant(self, credit: object) -> None:
+        if isinstance(credit, int) and not isinstance(credit, bool) and credit >= 0:
+            self.credit = credit
 
     def close(self) -> None:
         self.channel.close()
@@ -98,7 +114,9 @@ def open_link(
             endpoint.close()
         raise
     channel.stopped = None
-    return ServerLink(server, endpoint, channel, shape, patience)
+    link = ServerLink(server, endpoint, channel, shape, patience)
+    link.grant(reply.get("credit"))
+    return link
 
 
 def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:

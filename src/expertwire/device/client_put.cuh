@@ -16,6 +16,7 @@ struct ClientPutArgs {
   u64 missing_expert;  // as for packing
   u32 max_loaded_servers;  // more loaded servers than this is an error, not an overrun
   u32 signal_mode;
+  u64 seq;  // u64*, as for packing: advanced here, by a launch of one block; 0: none
 };
 
 // One store or WQE that tells the peer that everything before it is in.
@@ -94,6 +95,10 @@ EW_DEVICE void client_put(const ClientPutArgs& args) {
   for (u32 s = 0; s < num_servers; ++s) {
     if (batch_size[s] == 0) continue;
     if (loaded_idx++ / servers_per_warp == global_warp()) put_to_server<do_ibgda>(args, s, warp_id());
+  }
+  if (args.seq && global_warp() == 0 && lane_id() == 0) {
+    u64* seq = at<u64>(args.seq);
+    store_relaxed(seq, load_relaxed(seq, Scope::kGpu) + 1, Scope::kGpu);
   }
 }
 

@@ -8,14 +8,14 @@ from ..errors import ConfigError
 from .interface import Hca
 
 _PLANNED = {
-    "gpu": "the HCA kernel for GPUs",
     "mlx5": "a real ConnectX through verbs",
     "ucx": "UCX between hosts",
 }
 
 
 def open_hca(name: str, **options: Any) -> Hca:
-    """Opens an HCA by name: "soft". Never falls back from one to another.
+    """Opens an HCA by name: "soft", or "gpu" or "gpu:N" for kernels on a GPU. Never falls back
+    from one to another. options: of `SoftHca` or `cuda.hca.GpuHca`.
 
     Raises ConfigError for a name that does not exist or that this release does not have yet.
     """
@@ -24,7 +24,22 @@ def open_hca(name: str, **options: Any) -> Hca:
         from .soft import SoftHca
 
         return cast(Hca, SoftHca(**options))
+    if kind == "gpu":
+        from ..cuda.hca import GpuHca
+
+        return cast(Hca, GpuHca(gpu_index(name), **options))
     if kind in _PLANNED:
         what = _PLANNED[kind]
-        raise ConfigError(f"hca {name!r} ({what}) is not part of this release; use 'soft'")
-    raise ConfigError(f"no hca named {name!r}; use 'soft'")
+        raise ConfigError(f"hca {name!r} ({what}) is not part of this release; use 'soft' or 'gpu'")
+    raise ConfigError(f"no hca named {name!r}; use 'soft' or 'gpu'")
+
+
+def gpu_index(name: str) -> int | None:
+    """N of "gpu:N", None for "gpu". Raises ConfigError if torch does not see that GPU."""
+    import torch
+
+    text = name.partition(":")[2]
+    count = torch.cuda.device_count()
+    if not count or (":" in name and not (text.isdecimal() and int(text) < count)):
+        raise ConfigError(f"hca {name!r}: it is gpu or gpu:N, and torch sees {count} GPUs here")
+    return int(text) if text else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
 from typing import Protocol
 
-from ..memory import Buffer, MemoryRegion
+from ..memory import MemoryRegion
 
 
 class QpInfo(ctypes.Structure):
@@ -18,6 +18,16 @@ class QpInfo(ctypes.Structure):
         ("uar_addr", c_uint64), ("cq_addr", c_uint64), ("cq_dbrec_addr", c_uint64),
         ("proxy_addr", c_uint64), ("num_cqe", c_uint32), ("cq_flags", c_uint32),
     )
+
+
+class Memory(Protocol):
+    """Zeroed memory that an HCA moves bytes of; `fd` is what a peer maps it by."""
+
+    fd: int
+    addr: int
+    num_bytes: int
+
+    def close(self) -> None: ...
 
 
 class Window(Protocol):
@@ -58,7 +68,7 @@ class Hca(Protocol):
     wake_fd: int
     relaxed_ordering: bool  # writes may land in another order than they were posted
 
-    def alloc(self, num_bytes: int) -> Buffer: ...
+    def alloc(self, num_bytes: int) -> Memory: ...
     def register(self, addr: int, num_bytes: int, access: int) -> MemoryRegion: ...
     def revoke(self, mr: MemoryRegion, timeout: float = 0.2) -> None: ...
     def create_window(self) -> Window: ...

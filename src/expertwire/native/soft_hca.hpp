@@ -136,6 +136,7 @@ struct ew_qp {
   u64 num_cqe_written;
   u64 progress;           // bytes of WQE ci that are moved already
   u64 rnr_since_ns;
+  u64 trace_begin_ns;     // when WQE ci was taken up, 0: not traced
   bool cq_error;
   u32 first_syndrome;
   u64 first_error_idx;
@@ -189,7 +190,8 @@ struct ew_hca {
   u32 num_peers = 0;
   u32 num_watched = 0;           // windows whose immediates become flags
   u32 next_pd = 1, next_qpn;
-  int wake_fd = -1;
+  int wake_fd = -1;   // a byte sent here, by us or a peer, ends the wait
+  int woken_fd = -1;  // the other end, never given away
   std::atomic<u32> interrupted{0};
   std::atomic<u32> sleeping{0};  // a thread of ours waits on wake_fd, perhaps for a completion
   bool completed = false;        // CQEs were written since the last look
@@ -205,6 +207,7 @@ struct ew_hca {
   std::atomic<u32> stop{0};
   std::atomic<u32> kicks{0};      // futex word of the engine thread
   std::atomic<u32> asleep{0};
+  std::atomic<bool> held_up{false};  // the last look met an entry that has to be tried again
   bool never_sleeps = false;  // doorbells come from a GPU, which cannot kick
 };
 
