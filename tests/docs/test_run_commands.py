@@ -13,9 +13,9 @@ import subprocess
 import time
 
 import pytest
-from tests.shell_lines import LINES
 
 from expertwire.demo import demo_model_path
+from tests.shell_lines import LINES
 
 STAYS = {  # commands that run until they are ended -> what they say when they are ready
     "registry": "listening on", "serve": "registered|serving|experts", "openai": "running|Uvicorn",
