@@ -38,8 +38,11 @@ class ClockStampArgs(ctypes.Structure):
 class Call:
     """Something that enqueues work, as a launch."""
 
-    def __init__(self, run: Callable[[], object]):
-        self.run = run
+    def __init__(self, call: Callable[[], object]):
+        self._call = call
+
+    def run(self) -> None:
+        self._call()
 
 
 class _Around:
