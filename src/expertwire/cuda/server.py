@@ -20,7 +20,7 @@ from ..device_structs import (
     ServerSlot,
 )
 from ..errors import ConfigError, ExpertwireError
-from ..message import DATA_TYPES, ReplyMode, SlotShape
+from ..message import DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape
 from ..target import GpuTarget
 from ..trace_device import Call, stamps_for
 from .experts import GpuExperts
@@ -113,7 +113,8 @@ class GpuServer:
             model=ServerModel(
                 num_layers=experts.num_layers, hidden_size=experts.hidden_size,
                 num_experts=num_experts, data_type=data_type,
-                max_experts_per_row=shape.experts_per_row,
+                max_experts_per_row=shape.experts_per_row, allow_fp8=shape.fp8,
+                scale_block=FP8_BLOCK,
             ),
         )
         self._gather = ServerGatherArgs(
@@ -123,7 +124,7 @@ class GpuServer:
             pair_position=pairs + pair_bytes, pair_reply_row=pairs + 2 * pair_bytes,
             gathered=self._gathered.data_ptr(), expert_rows=self._expert_rows.addr,
             num_messages=found, layer=found + 12, num_local=len(experts.experts),
-            num_experts=num_experts, min_rows=1,
+            num_experts=num_experts, min_rows=1, output_type=data_type,
         )
         self._reply = ServerReplyArgs(
             slots=self._slots.addr, messages=self._messages.addr,
@@ -222,4 +223,6 @@ class GpuServer:
             self._passes.close()
         with contextlib.suppress(AttributeError):
             self.stream.synchronize()
+        if self._stamps is not None:
+            self._stamps.collect()  # a trace may end when the server is gone
 

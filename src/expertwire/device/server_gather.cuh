@@ -3,6 +3,7 @@
 // One block does both (server_gather), or one groups and many copy.
 #pragma once
 
+#include "fp8.cuh"
 #include "server_state.cuh"
 
 struct ServerGatherArgs {
@@ -14,13 +15,14 @@ struct ServerGatherArgs {
   u64 cursor;          // out u32 [num_local]: where expert e's rows end
   u64 pair_position;   // out i32 [num_pairs]: row of the pair among the gathered, -1 if none
   u64 pair_reply_row;  // out i32 [num_pairs]: row of the pair in a per-expert reply
-  u64 gathered;        // out: rows of the message's data type
+  u64 gathered;        // out: rows of the message's data type, or of output_type
   u64 gathered_scales; // out: fp32 [rows][scales_per_row]
   u64 expert_rows;     // u64 [num_layers][num_local]: rows so far, added to (load statistics)
   u64 num_messages;    // const u32*, from polling
   u64 layer;           // const u32*, from polling
   u32 num_local, num_experts;
-  u32 min_rows, reserved;  // an expert with rows gets at least min_rows places, the rest unused
+  u32 min_rows;     // an expert with rows gets at least min_rows places, the rest unused
+  u32 output_type;  // fp8 rows are gathered as rows of this type; 0: as they came, with their scales
 };
 
 // Copies the pair's expert to private memory, -1 for none; the whole message is refused if an id is
@@ -129,15 +131,25 @@ EW_DEVICE void copy_rows(const ServerGatherArgs& args) {
     const u64 scales = head.scale_block ? ceil_div(head.hidden_size, head.scale_block) : 0;
     const RequestLayout layout = request_layout(head.num_rows, head.experts_per_row, row_bytes, scales);
     const u32 num_pairs = head.num_rows * head.experts_per_row;
-    const u32 pieces = static_cast<u32>((row_bytes + copy_piece() - 1) / copy_piece());
+    const bool dequantise = scales && args.output_type;
+    const u64 piece_bytes = dequantise ? row_piece() : copy_piece();
+    const u32 pieces = static_cast<u32>((row_bytes + piece_bytes - 1) / piece_bytes);
     for (u64 item = global_warp(); item < static_cast<u64>(num_pairs) * pieces; item += all_warps()) {
       const u32 i = static_cast<u32>(item / pieces), piece = static_cast<u32>(item % pieces);
       const i32 position = at<const i32>(args.pair_position)[messages[m].pair_begin + i];
       if (position < 0) continue;
-      const u64 row = i / head.experts_per_row, begin = piece * copy_piece();
+      const u64 row = i / head.experts_per_row, begin = piece * piece_bytes;
+      if (dequantise) {
+        const u64 out_bytes = static_cast<u64>(head.hidden_size) * data_type_bytes(args.output_type);
+        warp_dequantise(at<u8>(args.gathered + static_cast<u64>(position) * out_bytes), args.output_type,
+                        at<const u8>(slot.recv_addr + layout.hidden_offset + row * row_bytes),
+                        at<const float>(slot.recv_addr + layout.scales_offset) + row * scales, head.scale_block, begin,
+                        min_u64(begin + piece_bytes, row_bytes));
+        continue;
+      }
       warp_copy(at<u8>(args.gathered + static_cast<u64>(position) * row_bytes + begin),
                 at<const u8>(slot.recv_addr + layout.hidden_offset + row * row_bytes + begin),
-                min_u64(row_bytes - begin, copy_piece()));
+                min_u64(row_bytes - begin, piece_bytes));
       if (scales && piece == 0)
         warp_copy(at<u8>(args.gathered_scales + static_cast<u64>(position) * scales * 4),
                   at<const u8>(slot.recv_addr + layout.scales_offset + row * scales * 4), scales * 4);

@@ -5,6 +5,7 @@
 #include "client_failover.cuh"
 #include "client_pack.cuh"
 #include "client_put.cuh"
+#include "client_quantise.cuh"
 #include "client_route.cuh"
 #include "client_send.cuh"
 #include "clock_stamp.cuh"
@@ -32,6 +33,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_put_ibgda, ClientPutArgs),
     EW_ENTRY(client_put_direct, ClientPutArgs),
     EW_ENTRY(client_put_sequential, ClientPutArgs),
+    EW_ENTRY(client_quantise, ClientQuantiseArgs),
     EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_wait, ClientCombineArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
@@ -82,6 +84,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(HcaKey)
   EW_SIZE(HcaQueue)
   EW_SIZE(ClockStamp)
+  EW_SIZE(ClientQuantiseArgs)
   if (strcmp(name, "TraceRecord") == 0) return sizeof(ew::TraceRecord);
   return 0;
 }
