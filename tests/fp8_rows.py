@@ -13,7 +13,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def rows(hidden_size: int, dtype: torch.dtype, num_tokens: int = 9) -> torch.Tensor:
-    """Magnitudes from denormal to the largest; a row of zeros, one with infinities, one with NaN."""
+    """Magnitudes from denormal to largest; a row of zeros, one of infinities, one of NaN."""
     generator = torch.Generator().manual_seed(hidden_size)
     made = torch.randn(num_tokens, hidden_size, generator=generator)
     made *= torch.logspace(-42, 30, num_tokens).unsqueeze(1)

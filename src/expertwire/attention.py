@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .config import ClientConfig
-from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .cuda.remote import RemoteExperts

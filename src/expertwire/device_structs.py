@@ -228,6 +228,10 @@ class ServerGatherArgs(ctypes.Structure):
     )
 
 
+class ServerTakeArgs(ctypes.Structure):
+    _fields_ = (("poll", ServerPollArgs), ("gather", ServerGatherArgs))
+
+
 class ServerReplyArgs(ctypes.Structure):
     _fields_ = (
         ("slots", c_uint64), ("messages", c_uint64), ("pair_position", c_uint64),
@@ -314,6 +318,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "server_gather": ServerGatherArgs,
     "server_group": ServerGatherArgs,
     "server_gather_rows": ServerGatherArgs,
+    "server_take": ServerTakeArgs,
     "server_reply_ibgda": ServerReplyArgs,
     "server_reply_direct": ServerReplyArgs,
     "server_reply_in_place": ServerReplyArgs,

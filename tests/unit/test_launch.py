@@ -13,7 +13,7 @@ from expertwire.launch import Launch, find_kernel, struct_bytes
 
 STRUCTS = [
     "KernelStatus", "IbgdaKey", "IbgdaQp", "IbgdaPeer", "BufferHead", "ReplyHead", "ClientServer",
-    "RouteTables", "MessageShape", "ServerSlot", "ServerMessage", "ServerModel",
+    "RouteTables", "MessageShape", "ServerSlot", "ServerMessage", "ServerModel", "ServerTakeArgs",
     "HcaKey", "HcaQueue",
 ]
 

@@ -54,7 +54,7 @@ class Peer:
     endpoint: GpuEndpoint | None = None
 
 
-# Where servers are relaunched by a thread of this process: a full launch queue would stop it, so the
+# Where servers are relaunched by a thread of this process, a full launch queue would stop it: the
 # caller may be at most two of these ahead of the GPU.
 BATCHES_AHEAD = 16
 AHEAD_HINT = ("; it works on a stream of its own on this GPU: synchronise every few replays of a "

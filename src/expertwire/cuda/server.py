@@ -18,6 +18,7 @@ from ..device_structs import (
     ServerPollArgs,
     ServerReplyArgs,
     ServerSlot,
+    ServerTakeArgs,
 )
 from ..errors import ConfigError, ExpertwireError
 from ..message import DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape
@@ -82,9 +83,8 @@ class GpuServer:
         self._make_args(num_experts, server_id, int(wait_us * 1000))
         blocks = self._blocks()
         self._launch_take = target.prepare(
-            [("server_poll", self._poll), ("server_group", self._gather),
-             ("server_gather_rows", self._gather)],
-            grid=[1, 1, blocks], warps=[1, 32, WARPS],
+            [("server_take", ServerTakeArgs(poll=self._poll, gather=self._gather)),
+             ("server_gather_rows", self._gather)], grid=[1, blocks], warps=[32, WARPS],
         )
         self._launch_reply = target.prepare(
             [("server_reply_in_place", self._reply)], grid=blocks, warps=WARPS

@@ -42,6 +42,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_group, ServerGatherArgs),
     EW_ENTRY(server_gather_rows, ServerGatherArgs),
+    EW_ENTRY(server_take, ServerTakeArgs),
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),
@@ -77,6 +78,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ServerSlot)
   EW_SIZE(ServerMessage)
   EW_SIZE(ServerModel)
+  EW_SIZE(ServerTakeArgs)
   EW_SIZE(ew_step)
   EW_SIZE(ew_flight)
   EW_SIZE(ew_batch)
