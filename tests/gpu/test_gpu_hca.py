@@ -92,7 +92,8 @@ def test_a_message_and_its_flag(pair):
 
 def test_the_rings_can_be_written_to_a_file(pair, tmp_path):
     pair.fill(0, b"\x5a" * 64)
-    assert pair.run([pair.operation(PUT_ALWAYS_POST, 0, 0, num_bytes=64), dict(op=QUIET)]) == [(0, 0)]
+    put = pair.operation(PUT_ALWAYS_POST, 0, 0, num_bytes=64)
+    assert pair.run([put, dict(op=QUIET)]) == [(0, 0)]
     pair.here.dump(tmp_path / "rings", "GPU 0")
     (ring,) = read_rings(tmp_path / "rings")
     assert ring.name == "GPU 0" and ring.written == ring.rung == 1 and ring.completion()
