@@ -17,15 +17,16 @@ SHAPE = StepShape(19, 72, 3, 6, SHARES, torch.float32, reply_mode=ReplyMode.PER_
 
 
 class FailoverRig:
-    """lost: words that the host writes, in memory that kernels reach."""
+    """lost: words that the host writes, in memory that kernels reach. in_steps: route, pack and put
+    are launches of their own, as through work queues."""
 
     def __init__(self, target, lost, shares=SHARES, *, timeout_ns: int = 20_000_000, seed: int = 1,
-                 warps: int = 2):
+                 warps: int = 2, in_steps: bool = False):
         shape = StepShape(19, 72, 3, 6, shares, torch.float32, reply_mode=ReplyMode.PER_EXPERT)
         self.batch = inputs(shape, seed)
         self.step = step = Loopback(target, shape, *self.batch, in_place=True,
                                     timeout_ns=timeout_ns)
-        self.target, self.warps = target, warps
+        self.target, self.warps, self.in_steps = target, warps, in_steps
         self.lost_block = lost
         self.lost = lost.tensor.numpy()[: 4 * len(shares)].view(np.uint32)
         self.resend, self.counted_before = target.alloc(4, 0xFF), target.alloc(8)
@@ -39,10 +40,24 @@ class FailoverRig:
         self.target.synchronize()
 
     def send(self, again: bool = False) -> None:
+        if self.in_steps:
+            self._send_in_steps(again)
+            return
         args = self.step.send_args
         args.only_if = self.resend.addr if again else 0
         args.route.num_skipped = (self.counted_before if again else self.step.num_skipped).addr
         self.run(("client_send_direct", self.step.send_args), grid=3)
+
+    def _send_in_steps(self, again: bool) -> None:
+        step = self.step
+        gate = self.resend if again else step.missing
+        step.pack.missing_expert = step.put.missing_expert = gate.addr
+        step.route.num_skipped = (self.counted_before if again else step.num_skipped).addr
+        step.put.seq = step.seq.addr
+        step.set_seq(1 + int.from_bytes(step.seq.read(), "little"))
+        self.run(("client_route", step.route))
+        self.run(("client_pack", step.pack), grid=3)
+        self.run(("client_put_direct", step.put))
 
     def serve(self, *servers: int) -> None:
         for s in servers:

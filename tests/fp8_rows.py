@@ -31,6 +31,13 @@ def every_code() -> torch.Tensor:
     return codes.nan_to_num(448.0).view(1, 256)
 
 
+def as_bytes(codes: torch.Tensor) -> bytes:
+    """e4m3 as the device code writes it: with one NaN, whose sign says nothing."""
+    raw = codes.view(torch.uint8).clone()
+    raw[codes.float().isnan()] = 0x7F
+    return raw.numpy().tobytes()
+
+
 def quantise(target, made: torch.Tensor, **geometry) -> tuple[bytes, bytes]:
     """(codes, scales) as client_quantise writes them; rows lie one element further apart."""
     num_tokens, hidden_size = made.shape

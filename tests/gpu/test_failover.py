@@ -16,9 +16,10 @@ def rig(gpu, **options) -> FailoverRig:
     return FailoverRig(gpu, PinnedBuffer(4 * len(SHARES)), warps=8, **options)
 
 
+@pytest.mark.parametrize("in_steps", [False, True], ids=["one launch", "in steps"])
 @pytest.mark.parametrize("silent", [[], [0], [3], [1, 2, 3]], ids=str)
-def test_silent_servers_are_replaced(gpu, silent):
-    r = rig(gpu)
+def test_silent_servers_are_replaced(gpu, silent, in_steps):
+    r = rig(gpu, in_steps=in_steps)
     others = [s for s in range(4) if s not in silent]
     for _ in range(2):
         r.send()

@@ -21,8 +21,9 @@ def rig(**options) -> FailoverRig:
     return FailoverRig(target, target.alloc(4 * len(SHARES)), **options)
 
 
-def test_nothing_happens_when_all_answer():
-    r = rig()
+@pytest.mark.parametrize("in_steps", [False, True], ids=["one launch", "in steps"])
+def test_nothing_happens_when_all_answer(in_steps):
+    r = rig(in_steps=in_steps)
     r.send()
     r.serve(0, 1, 2, 3)
     assert r.fail_over() < 0.5
@@ -33,10 +34,11 @@ def test_nothing_happens_when_all_answer():
     assert torch.equal(r.combine(), r.want()) and r.status().code == 0
 
 
+@pytest.mark.parametrize("in_steps", [False, True], ids=["one launch", "in steps"])
 @pytest.mark.parametrize("warp_size", [1, 4, 32])
 @pytest.mark.parametrize("silent", [[0], [1], [3], [1, 3], [1, 2, 3]], ids=str)
-def test_silent_servers_are_replaced(silent, warp_size):
-    r = rig(warp_size=warp_size)
+def test_silent_servers_are_replaced(silent, warp_size, in_steps):
+    r = rig(warp_size=warp_size, in_steps=in_steps)
     others = [s for s in range(4) if s not in silent]
     r.send()
     assert r.loaded() == [0, 1, 2, 3]

@@ -11,10 +11,6 @@ from expertwire.reference import quantise_fp8
 from expertwire.target import CpuTarget
 
 
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.view(torch.uint8).numpy().tobytes()
-
-
 @pytest.mark.parametrize("geometry", [(1, 1, 1), (3, 2, 32), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("dtype", fp8_rows.TYPES, ids=str)
 @pytest.mark.parametrize("hidden_size", fp8_rows.SIZES[:5])
@@ -23,8 +19,8 @@ def test_quantised_as_the_reference_does(hidden_size, dtype, geometry):
     made = fp8_rows.rows(hidden_size, dtype)
     codes, scales = fp8_rows.quantise(CpuTarget(warp_size), made, grid=grid, warps=warps)
     want_codes, want_scales = quantise_fp8(made)
-    assert scales == as_bytes(want_scales)
-    assert codes == as_bytes(want_codes)
+    assert scales == want_scales.numpy().tobytes()
+    assert codes == fp8_rows.as_bytes(want_codes)
 
 
 def test_every_code_and_every_tie():
@@ -35,7 +31,7 @@ def test_every_code_and_every_tie():
     for made in (row, between):
         codes, scales = fp8_rows.quantise(CpuTarget(), made)
         want_codes, want_scales = quantise_fp8(made)
-        assert scales == as_bytes(want_scales) and codes == as_bytes(want_codes)
+        assert scales == want_scales.numpy().tobytes() and codes == fp8_rows.as_bytes(want_codes)
     assert len(set(codes)) > 250
 
 

@@ -1,6 +1,6 @@
-// e4m3 with one fp32 scale per block of a row: value = e4m3 * scale. The same bits as
-// reference.quantise_fp8 and dequantise_fp8 on every target: single fp32 operations, rounded to
-// nearest.
+// e4m3 with one fp32 scale per block of a row: value = e4m3 * scale. The same bits on every target,
+// and as reference.quantise_fp8 and dequantise_fp8 but for the sign of a NaN: single fp32 operations,
+// rounded to nearest.
 #pragma once
 
 #include "target.cuh"
@@ -9,10 +9,11 @@ constexpr float kFp8Max = 448.0f;  // largest finite e4m3 value
 constexpr u32 kFp8Nan = 0x7f;
 constexpr u32 kFloatInfinity = 0x7f800000, kFloatSign = 0x80000000;
 
-// v: at most kFp8Max in magnitude, or NaN. To nearest, ties to even.
+// v: at most kFp8Max in magnitude, or NaN, of which there is one here: what sign inf / inf has depends
+// on the machine. To nearest, ties to even.
 EW_DEVICE u8 float_to_fp8(float v) {
   const u32 bits = float_bits(v), sign = bits >> 31 << 7, magnitude = bits & ~kFloatSign;
-  if (magnitude > kFloatInfinity) return static_cast<u8>(sign | kFp8Nan);
+  if (magnitude > kFloatInfinity) return static_cast<u8>(kFp8Nan);
   // Below 2^-6 a step is 2^-9, which is what the last bit of a sum with 2^14 stands for.
   if (magnitude < 121u << 23) return static_cast<u8>(sign | (float_bits(bits_float(magnitude) + 16384.0f) & 0xf));
   // Three bits of mantissa stay of 23; the exponent's bias is 7, not 127.
