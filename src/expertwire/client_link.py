@@ -14,7 +14,7 @@ from .device_structs import SIGNAL_ADD, SIGNAL_WRITE, ServerSlot
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
-from .link import DATA_PROTOCOL, check_signal_mode, parse_hex
+from .link import DATA_PROTOCOL, check_signal_mode, parse_hex, parse_wire, wire_field
 from .message import ReplyMode, SlotShape
 
 
@@ -83,12 +83,15 @@ def admit(
         if memory.num_bytes < shape.num_slots * shape.reply_slot_bytes:
             raise HandleError("the client offers less reply memory than its slots need")
         taken, fds = fds, []
-        endpoint.connect(ConnectionHandle.unpack(parse_hex(request, "connection")), memory, taken)
+        endpoint.connect(
+            ConnectionHandle.unpack(parse_hex(request, "connection")), memory, taken,
+            parse_wire(request),
+        )
         channel.send(
             {
                 "type": "connected", "server_id": server_id,
                 "connection": endpoint.connection_handle().pack().hex(),
-                "memory": endpoint.memory_handle().pack().hex(),
+                "memory": endpoint.memory_handle().pack().hex(), **wire_field(endpoint),
             },
             endpoint.fds(),
         )

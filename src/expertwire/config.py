@@ -11,12 +11,14 @@ from .errors import ConfigError
 SIGNAL_MODES = {"write": SIGNAL_WRITE, "add": SIGNAL_ADD}
 ON_MISSING = ("raise", "drop", "wait")
 ON_FULL = ("wait", "raise")
+HCAS = ("soft", "ucx")
 
 
 @dataclass(frozen=True)
 class ClientConfig:
     """How a client sends. All times in seconds."""
 
+    hca: str = "soft"  # "soft": this host; "ucx": other hosts, docs/ucx.md
     max_rows: int = 256  # rows per message; a larger batch goes as several messages
     num_slots: int = 2  # messages in flight per server: the credit, and double batching
     batch_invariant: bool = True  # one reply row per (token, expert), summed in slot order here
@@ -46,6 +48,7 @@ class ClientConfig:
         if self.max_in_flight is not None:
             _check_positive(self, "max_in_flight")
         _check_spin(self.spin_us)
+        _check_choice(self, "hca", HCAS)
         _check_choice(self, "signal_mode", SIGNAL_MODES)
         _check_choice(self, "on_missing", ON_MISSING)
         _check_choice(self, "on_full", ON_FULL)
@@ -56,6 +59,8 @@ class ClientConfig:
 class ServerConfig:
     """How a server receives and computes. All times in seconds."""
 
+    hca: str = "soft"  # "soft": clients of this host; "ucx": of other hosts, docs/ucx.md
+    listen: str | None = None  # with "ucx": HOST[:PORT] for clients; None: as the registry sees us
     max_batch_rows: int = 1024  # rows of one batch, over all clients
     batch_invariant: bool = True  # a row's result does not depend on what else is in the batch
     queue_depth: int = 1024
@@ -71,6 +76,9 @@ class ServerConfig:
         _check_positive(
             self, "max_batch_rows", "max_connections", "max_experts_per_row", "max_slot_bytes"
         )
+        _check_choice(self, "hca", HCAS)
+        if self.listen is not None and self.hca != "ucx":
+            raise ConfigError('listen is for hca="ucx": clients of one host need no address')
         if self.num_threads is not None:
             _check_positive(self, "num_threads")
         _check_times(self, "idle_timeout", "reply_timeout")

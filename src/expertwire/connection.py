@@ -6,6 +6,9 @@ connection handle and a memory handle, and connects with the peer's. No world, r
     end = Endpoint(hca, send_bytes=..., recv_bytes=...)   # init; registers its memory
     end.connection_handle(), end.memory_handle(), end.fds()  # export
     end.connect(peer_connection, peer_memory, peer_fds)      # import
+
+Towards another host no descriptors travel, and a wire handle does instead (`wire_handle`).
+
     end.peer_addr, end.remote                                # device state, where to write
     end.close()                                              # deregister, give everything back
 
@@ -28,7 +31,7 @@ from .device_structs import (
     IbgdaQp,
 )
 from .errors import HandleError
-from .handles import ConnectionHandle, MemoryHandle
+from .handles import ConnectionHandle, MemoryHandle, WireHandle
 from .hca.interface import Hca, Peer
 from .memory import (
     ACCESS_LOCAL_WRITE,
@@ -113,28 +116,28 @@ class Endpoint:
 
     def fds(self) -> list[int]:
         """File descriptors that go with the handles: window, wake-up, receive memory."""
+        if self.hca.network:
+            return []
         return [self._window.fd, self.hca.wake_fd, self.recv.fd]
 
+    def wire_handle(self) -> WireHandle | None:
+        """How a peer on another host reaches this end; None on an HCA of one host."""
+        return self._window.wire if self.hca.network else None
+
     def connect(
-        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int]
+        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int],
+        wire: WireHandle | None = None,
     ) -> None:
         """Imports the peer's handles. The descriptors are taken over and closed here.
 
         Raises HandleError if they do not fit together or the memory is not as large as it says.
         """
         try:
-            if len(fds) != 3:
-                raise HandleError(f"a connection comes with 3 file descriptors, not {len(fds)}")
             if len(connection.qpns) != len(self._qps):
                 raise HandleError(
                     f"the peer has {len(connection.qpns)} queue pairs, this side {len(self._qps)}"
                 )
-            actual = os.fstat(fds[2]).st_size
-            if actual < memory.num_bytes:
-                raise HandleError(
-                    f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
-                )
-            self.peer = self.hca.import_peer(fds[0], fds[1], [fds[2]])
+            self.peer = self._reach(memory, fds, wire)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -144,8 +147,23 @@ class Endpoint:
         key = self._remote_keys[0]
         key.begin, key.end = memory.addr, memory.addr + memory.num_bytes
         key.key_be = socket.htonl(memory.rkey)
-        key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
+        if not self.hca.network:
+            key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
+
+    def _reach(self, memory: MemoryHandle, fds: Sequence[int], wire: WireHandle | None) -> Peer:
+        if self.hca.network:
+            if wire is None or fds:
+                raise HandleError("the peer is of one host only, this side is behind a network")
+            return self.hca.connect_peer(self._window, wire)
+        if wire is not None or len(fds) != 3:
+            raise HandleError(f"a connection comes with 3 file descriptors, not {len(fds)}")
+        actual = os.fstat(fds[2]).st_size
+        if actual < memory.num_bytes:
+            raise HandleError(
+                f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
+            )
+        return self.hca.import_peer(fds[0], fds[1], [fds[2]])
 
     def first_error(self) -> tuple[int, int]:
         """(syndrome, work-queue entry) of the first error completion; (0, 0) if there is none."""
