@@ -49,9 +49,11 @@ class ServerLink:
 def open_link(
     hca: Hca, server: Any, *, token: bytes, client_id: int, client_name: str, shape: SlotShape,
     fingerprint: str, config: ClientConfig, patience: Patience,
-    stopped: threading.Event | None = None,
+    stopped: threading.Event | None = None, registry: str = "",
 ) -> ServerLink:
     """Connects to one server (a membership.ServerInfo). `stopped` ends it early: WaitTimeout.
+
+    registry: its address (data_address.connect_data).
 
     Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
     the server refuses (another model, sizes beyond its limits).
@@ -59,7 +61,7 @@ def open_link(
     check_signal_mode(hca, SIGNAL_MODES[config.signal_mode], config.do_ibgda)
     # One stalled server must not be waited for at length: others may hold the same experts.
     timeout = min(config.connect_timeout / 2, 2.0)
-    channel = connect_data(hca, server.address, token, timeout, stopped)
+    channel = connect_data(hca, server.address, token, timeout, stopped, registry)
     channel.stopped = stopped
     endpoint = None
     fds: list[int] = []

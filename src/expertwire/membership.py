@@ -59,7 +59,7 @@ class _RegistryThread:
 
     def __init__(self, address: str, token: bytes, name: str):
         parse_address(address)
-        self._address = address
+        self.address = address
         self._token = token
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class _RegistryThread:
             except ExpertwireError as err:
                 self._note(err)
             except Exception as err:  # our own bug must not end membership for good
-                log.exception("registry %s", self._address)
+                log.exception("registry %s", self.address)
                 self._note(ProtocolError(f"{type(err).__name__}: {err}"))
             # A registry that accepts and then refuses at once is not hammered either.
             pause = FIRST_PAUSE if self._welcome else min(pause * 2, LONGEST_PAUSE)
@@ -86,7 +86,7 @@ class _RegistryThread:
             self._stop.wait(pause * random.uniform(0.5, 1.0))
 
     def _attempt(self) -> None:
-        channel = connect_tcp(self._address, self._token, ANSWER_SECONDS, self._stop)
+        channel = connect_tcp(self.address, self._token, ANSWER_SECONDS, self._stop)
         try:
             with self._lock:
                 if self._stop.is_set():
@@ -104,7 +104,7 @@ class _RegistryThread:
         self.failure = err
         if str(err) != self._last_words:  # say it once, not with every attempt
             self._last_words = str(err)
-            log.warning("registry %s: %s; trying again", self._address, err)
+            log.warning("registry %s: %s; trying again", self.address, err)
 
     def _talk(self, channel: Channel) -> None:
         raise TypeError("subclasses say what to talk about")
@@ -166,8 +166,8 @@ class Membership(_RegistryThread):
                 if left <= 0:
                     reason = f" ({self.failure})" if self.failure else ""
                     raise WaitTimeout(
-                        f"the registry at {self._address} did not show the members that were "
-                        f"waited for within {timeout} s{reason}", "membership", self._address,
+                        f"the registry at {self.address} did not show the members that were "
+                        f"waited for within {timeout} s{reason}", "membership", self.address,
                     )
                 self._changed.wait(min(left, 0.1))
             return self._members
@@ -259,8 +259,8 @@ class Lease(_RegistryThread):
             if time.monotonic() > deadline:
                 reason = f" ({self.failure})" if self.failure else ""
                 raise WaitTimeout(
-                    f"not registered at {self._address} within {timeout} s{reason}", "register",
-                    self._address,
+                    f"not registered at {self.address} within {timeout} s{reason}", "register",
+                    self.address,
                 )
         assert self.server_id is not None
         return self.server_id
@@ -298,7 +298,7 @@ class Lease(_RegistryThread):
                 unanswered_since = unanswered_since or now
             if unanswered_since and now - unanswered_since > longest_silence:
                 raise WaitTimeout(f"the registry did not answer for {longest_silence:.0f} s",
-                                  "heartbeat", self._address)
+                                  "heartbeat", self.address)
             try:
                 answer, _ = channel.recv(max(0.001, next_beat - time.monotonic()))
             except WaitTimeout:
