@@ -29,6 +29,9 @@ Fp8Option = Annotated[
 DirectOption = Annotated[
     bool, typer.Option("--direct", help="store into the servers' memory without the work queue")
 ]
+HcaOption = Annotated[
+    str, typer.Option(metavar="soft|ucx", help="soft: one host; ucx: several, docs/ucx.md")
+]
 DEFAULT_REGISTRY = "127.0.0.1:7700"
 
 
@@ -63,6 +66,7 @@ def demo(
     = "expertwire-demo.svg",
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    hca: HcaOption = "soft",
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with the experts in other processes, and compare with the whole model."""
@@ -71,7 +75,7 @@ def demo(
 
     result = run_demo(prompt=prompt, num_servers=servers, model_path=model, seed=seed,
                       max_new_tokens=tokens, picture=picture,
-                      client_config=ClientConfig(fp8=fp8, do_ibgda=not direct))
+                      client_config=ClientConfig(fp8=fp8, do_ibgda=not direct, hca=hca))
     if as_json:
         print_json(result)
     if not result["equal_tokens"] and not fp8:  # rounded messages may choose other words
@@ -111,6 +115,9 @@ def serve(
     = True,
     device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
                                         "host: cuda.remote.RemoteExperts")] = "cpu",
+    hca: HcaOption = "soft",
+    data_listen: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="with --hca ucx: "
+                           "address for clients; default: the one towards the registry")] = None,
 ) -> None:
     """Serve some experts of a model."""
     from .config import ServerConfig
@@ -120,7 +127,8 @@ def serve(
     parse_address(registry)
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
-        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant),
+        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, hca=hca,
+                            listen=data_listen),
         device=device,
     )
     server.start()
@@ -142,6 +150,7 @@ def generate(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    hca: HcaOption = "soft",
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with remote experts."""
@@ -153,7 +162,9 @@ def generate(
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
         as_json=as_json, token=load_token(), dtype=dtype,
-        config=ClientConfig(connect_timeout=timeout, fp8=fp8, do_ibgda=not direct),
+        config=ClientConfig(
+            connect_timeout=timeout, fp8=fp8, do_ibgda=not direct, hca=hca
+        ),
     )
     if as_json:
         print_json(result)
@@ -170,6 +181,7 @@ def openai(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    hca: HcaOption = "soft",
 ) -> None:
     """Run transformers' OpenAI-compatible server with remote experts."""
     from .config import ClientConfig
@@ -180,7 +192,7 @@ def openai(
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
                continuous_batching=continuous_batching,
                client_config=ClientConfig(
-                   connect_timeout=timeout, fp8=fp8, do_ibgda=not direct
+                   connect_timeout=timeout, fp8=fp8, do_ibgda=not direct, hca=hca
                ))
 
 

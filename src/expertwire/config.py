@@ -49,6 +49,9 @@ class ClientConfig:
             _check_positive(self, "max_in_flight")
         _check_spin(self.spin_us)
         _check_choice(self, "hca", HCAS)
+        if self.hca == "ucx" and not self.do_ibgda:
+            raise ConfigError("stores into the peer's memory (do_ibgda=False, --direct) need one "
+                              'host: with hca="ucx" leave do_ibgda on')
         _check_choice(self, "signal_mode", SIGNAL_MODES)
         _check_choice(self, "on_missing", ON_MISSING)
         _check_choice(self, "on_full", ON_FULL)
