@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from expertwire.hca.kernel import KernelHca
+from expertwire.hca.ucx import UcxHca
 from expertwire.target import CpuTarget, GpuTarget
 from tests.conformance import rig
 
@@ -58,15 +59,16 @@ SOFT_ONLY = {
     },
 }
 MAKERS = {
-    "kernel": lambda: KernelHca(CpuTarget(2), warps=2),
-    "gpu": lambda: KernelHca(GpuTarget(), warps=8),
+    "ucx": lambda thread: UcxHca(thread=thread),
+    "kernel": lambda _: KernelHca(CpuTarget(2), warps=2),
+    "gpu": lambda _: KernelHca(GpuTarget(), warps=8),
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "hca_kind" not in metafunc.fixturenames:
         return
-    kinds = ["soft"]
+    kinds = ["soft", "ucx"]
     if not any(metafunc.function.__name__ in names for names in SOFT_ONLY.values()):
         kinds += ["kernel", "gpu"] if torch.cuda.is_available() else ["kernel"]
     metafunc.parametrize("hca_kind", kinds, indirect=True)
@@ -76,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def hca_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which HCA a Rig is made of."""
     if request.param in MAKERS:
-        monkeypatch.setattr(rig, "SoftHca", lambda thread=False: MAKERS[request.param]())
+        monkeypatch.setattr(rig, "SoftHca", lambda thread=False: MAKERS[request.param](thread))
     return request.param
 
 
