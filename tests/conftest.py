@@ -16,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, default=20, metavar="N",
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
+    parser.addoption(
+        "--ucx", action="store_true",
+        help="tests/conformance over UCX too, and everything that needs UCX or network namespaces "
+        "fails where these are missing instead of being skipped",
+    )
 
 
 TOKEN = b"test-token-0123456789abcdef"

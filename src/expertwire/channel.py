@@ -35,7 +35,8 @@ def parse_address(text: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError as err:
         raise ConfigError(f"{text!r} is not HOST:PORT (IPv6 as [ADDRESS]:PORT): {err}") from None
-    if not host or port is None or parts.netloc != text or parts.username is not None:
+    brackets = text.count("[") + text.count("]")
+    if not host or port is None or parts.netloc != text or brackets > 2 or "@" in text:
         raise ConfigError(f"{text!r} is not HOST:PORT (IPv6 as [ADDRESS]:PORT)")
     if parts.netloc.startswith("["):
         try:

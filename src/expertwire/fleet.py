@@ -22,11 +22,13 @@ class Fleet(ChildGroup):
     lease: seconds of silence after which the registry removes a server.
     """
 
-    def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0):
+    def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0,
+                 hca: str = "soft"):
         super().__init__()
         self.model = model
         self.dtype = dtype
         self.lease = lease
+        self.hca = hca
         self.token = secrets.token_hex(16).encode()
         self.address = "127.0.0.1:0"
         self.servers: dict[str, ChildProcess] = {}
@@ -55,7 +57,8 @@ class Fleet(ChildGroup):
             self._forget(running)
         self.servers[name] = server = self.start(
             name, ["serve", self.model, "--experts", experts, "--registry", self.address,
-                   "--name", name, "--dtype", self.dtype, "--threads", "1"], self._env,
+                   "--name", name, "--dtype", self.dtype, "--threads", "1", "--hca", self.hca],
+            self._env,
         )
         if wait:
             server.wait_line("registry", START_SECONDS)
