@@ -112,7 +112,6 @@ constexpr uint32_t kCloseForce = 1 << 0;
 struct Api {
   void (*ucp_get_version)(unsigned* major, unsigned* minor, unsigned* release);
   Status (*ucp_config_read)(const char* env_prefix, const char* filename, Config* config);
-  Status (*ucp_config_modify)(Config config, const char* name, const char* value);
   void (*ucp_config_release)(Config config);
   Status (*ucp_init_version)(unsigned major, unsigned minor, const Params* params, Config config, Context* context);
   void (*ucp_cleanup)(Context context);
