@@ -353,7 +353,8 @@ def listen_unix(token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS) -> U
 
 __all__ = [
     "CONTROL_PROTOCOL", "HANDSHAKE_FRAME_BYTES", "HANDSHAKE_SECONDS", "MAX_FDS", "MAX_FRAME_BYTES",
-    "MAX_HANDSHAKES", "NONCE_BYTES", "Channel", "Listener", "UnixListener", "check_hello", "check_proof",
+    "MAX_HANDSHAKES", "NONCE_BYTES", "Channel", "Listener", "UnixListener", "check_hello",
+    "check_proof",
     "connect_tcp", "connect_unix", "decode_body", "encode_frame", "format_address", "frame_length",
     "handshake_accept", "handshake_connect", "hello", "listen_unix", "load_token", "parse_address",
     "peer_uid", "proof", "refusal", "set_tcp_options", "token_path",

@@ -1,7 +1,7 @@
 """Where a server takes data connections, as the registry passes it on, and how to get there.
 
-On one host it is the name of a Unix socket (control.py). With `hca="ucx"` it is `ucx://HOST:PORT`: a
-TCP socket that only the handshake goes over; it stays open, and its end tells each side that the
+On one host it is the name of a Unix socket (control.py). With `hca="ucx"` it is `ucx://HOST:PORT`,
+a TCP socket that only the handshake goes over; it stays open, and its end tells each side that the
 other one is gone. The data goes through UCX.
 """
 

@@ -18,7 +18,8 @@ STRUCTURES = {
     "event_fd flags",
     ("WorkerAttr", "ucp_worker_attr_t"): "field_mask thread_mode address_flags address "
     "address_length max_am_header",
-    ("EndpointParams", "ucp_ep_params_t"): "field_mask address err_mode err_handler user_data flags",
+    ("EndpointParams", "ucp_ep_params_t"): "field_mask address err_mode err_handler user_data "
+    "flags",
     ("AmRecvParam", "ucp_am_recv_param_t"): "recv_attr reply_ep",
     ("AmHandlerParam", "ucp_am_handler_param_t"): "field_mask id flags cb arg",
     ("Iov", "ucp_dt_iov_t"): "buffer length",
@@ -44,11 +45,12 @@ VALUES = {
     "kDatatypeIov": "ucp_dt_make_iov()", "kAmSendEager": "UCP_AM_SEND_FLAG_EAGER",
     "kCloseForce": "UCP_EP_CLOSE_FLAG_FORCE", "kOk": "UCS_OK", "kInProgress": "UCS_INPROGRESS",
 }
-FUNCTIONS = (
-    "ucp_init_version ucp_worker_create ucp_worker_query ucp_worker_get_address ucp_worker_progress "
-    "ucp_worker_get_efd ucp_worker_arm ucp_worker_set_am_recv_handler ucp_ep_create "
-    "ucp_ep_close_nbx ucp_am_send_nbx ucp_request_check_status ucp_request_free ucs_status_string"
-).split()
+FUNCTIONS = [
+    "ucp_init_version", "ucp_worker_create", "ucp_worker_query", "ucp_worker_get_address",
+    "ucp_worker_progress", "ucp_worker_get_efd", "ucp_worker_arm",
+    "ucp_worker_set_am_recv_handler", "ucp_ep_create", "ucp_ep_close_nbx", "ucp_am_send_nbx",
+    "ucp_request_check_status", "ucp_request_free", "ucs_status_string",
+]
 
 
 def program() -> str:
@@ -62,8 +64,8 @@ def program() -> str:
                 f'"{theirs}::{field}");'
             )
     for ours, theirs in VALUES.items():
-        lines.append(f'static_assert(static_cast<long>(ucx::{ours}) == static_cast<long>({theirs}), '
-                     f'"{theirs}");')
+        lines.append(f"static_assert(static_cast<long>(ucx::{ours}) == "
+                     f'static_cast<long>({theirs}), "{theirs}");')
     lines.append("template <typename R, typename... A> constexpr int count(R (*)(A...)) "
                  "{ return sizeof...(A); }")
     lines.append("constexpr ucx::Api api{};")

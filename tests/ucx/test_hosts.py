@@ -1,8 +1,8 @@
-"""Registry, servers and clients on hosts of their own (network namespaces): addresses of every kind,
-a host that is cut off in the middle, one that dies, loss and delay.
+"""Registry, servers and clients on hosts of their own (network namespaces): addresses of every
+kind, a host that is cut off in the middle, one that dies, loss and delay.
 
-Minutes on a busy machine, so only with --ucx; without the right to make namespaces they then fail and
-say so.
+Minutes on a busy machine, so only with --ucx; without the right to make namespaces they then fail
+and say so.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from expertwire import Client
 from expertwire.demo import demo_model_path
 from expertwire.errors import NoServerError
 from expertwire.fleet import Fleet
-from expertwire.hca.fault import FaultyHca, Faults
+from expertwire.hca.fault import Faults, FaultyHca
 from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 from tests.system.test_failover import Load
 

@@ -1,5 +1,5 @@
-"""What the wire adds to the software HCA: peers that die or fall silent, sleeping, errors told by the
-responder, memory given back. Entry by entry: `pytest tests/conformance --ucx`."""
+"""What the wire adds to the software HCA: peers that die or fall silent, sleeping, errors told by
+the responder, memory given back. Entry by entry: `pytest tests/conformance --ucx`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def far():
     """(this end, the other end's process, its address, its rkey)."""
     here = End(ack_timeout=1.0)
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", CHILD], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )
     wire, addr, rkey = child.stdout.readline().split()
     print(here.window.wire.pack().hex(), file=child.stdin, flush=True)

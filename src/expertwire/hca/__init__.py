@@ -14,7 +14,8 @@ _PLANNED = {
 
 
 def open_hca(name: str, **options: Any) -> Hca:
-    """Opens an HCA by name: "soft" (this host) or "ucx" (other hosts). Never falls back from one to another.
+    """Opens an HCA by name: "soft" (this host) or "ucx" (other hosts). Never falls back from one to
+    another.
 
     Raises ConfigError for a name that does not exist or that this release does not have yet.
     """

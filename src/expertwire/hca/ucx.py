@@ -7,6 +7,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,7 +129,7 @@ class UcxHca(SoftHca):
         """The peer that a wire handle describes; what it writes goes to `window`."""
         return UcxPeer(self, window, wire)
 
-    def import_peer(self, *_: object) -> NoReturn:
+    def import_peer(self, window_fd: int, wake_fd: int, region_fds: Sequence[int]) -> NoReturn:
         raise HcaError("a peer behind UCX has no descriptors: use connect_peer")
 
     def set_faults(self, plan: FaultPlan | None) -> None:
