@@ -9,7 +9,8 @@ over the loopback device instead. In one run, in turns, so that noise of the mac
     gloo    torch.distributed gloo send and recv of the same bytes over TCP
     grpc    gRPC unary call, bytes in and out
     ucx     ucx_perftest of the libucx wheel: ucp_am_lat with the same bytes and UCX settings, twice
-            its one-way time; no packing, no combining: what UCX needs at the very least. It spins at both ends (`ucx poll`; with two cores and other work the median of a run may
+            its one-way time; no packing, no combining: what UCX needs at the very least. It
+            spins at both ends (`ucx poll`; with two cores and other work the median of a run may
             be that of the scheduler), or sleeps as ours does (`ucx sleep`)
 
 Medians in microseconds. Needs `pip install '.[bench,ucx]'`.

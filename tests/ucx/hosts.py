@@ -34,15 +34,17 @@ def why_not() -> str:
 
 
 class Network:
-    """Hosts by name, each with 10.77.0.I and fd77::I on its eth0, and a link-local address.
+    """Hosts by name, each with 10.77.0.I (unless ipv4 is False), fd77::I and a link-local address
+    on its eth0.
 
         with Network(["registry", "server"]) as net:
             net.popen("server", ["-m", "expertwire", ...])
             net.cut("server")
     """
 
-    def __init__(self, names: Sequence[str]):
+    def __init__(self, names: Sequence[str], ipv4: bool = True):
         self.names = list(names)
+        self._ipv4 = ipv4
         self._prefix = f"ew{os.getpid()}-{next(_counter)}"
         self._switch = f"{self._prefix}-switch"
         self._undo = contextlib.ExitStack()
@@ -59,7 +61,7 @@ class Network:
                 ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name",
                    f"port{i}", "netns", self._switch)
                 ip("-n", self._switch, "link", "set", f"port{i}", "master", "br0", "up")
-                for address in (f"10.77.0.{i}/24", f"fd77::{i}/64"):
+                for address in (*([f"10.77.0.{i}/24"] if self._ipv4 else []), f"fd77::{i}/64"):
                     ip("-n", space, "addr", "add", address, "dev", "eth0",
                        *(["nodad"] if ":" in address else []))
                 # Link-local without the second that duplicate detection takes.

@@ -28,9 +28,12 @@ def _namespaces(request: pytest.FixtureRequest) -> None:
         pytest.fail(reason)
 
 
+HOSTS = ["registry", "one", "two", "client"]
+
+
 @pytest.fixture
 def net():
-    with Network(["registry", "one", "two", "client"]) as network:
+    with Network(HOSTS) as network:
         yield network
 
 
@@ -72,11 +75,13 @@ class Service:
 
 
 @pytest.mark.parametrize("family", ["ipv4", "ipv6", "link-local"])
-def test_hosts_work_together(net, family):
-    service = Service(net, family)
-    client = service.client()
-    time.sleep(1.0)
-    facts = service.finish(client)
+def test_hosts_work_together(family):
+    """Where the address is an IPv6 one the hosts have no other, so the data goes that way too."""
+    with Network(HOSTS, ipv4=family == "ipv4") as net:
+        service = Service(net, family)
+        client = service.client()
+        time.sleep(1.0)
+        facts = service.finish(client)
     assert facts["steps"] > 10 and facts["retries"] == 0, facts
 
 
@@ -97,7 +102,7 @@ def test_host_that_is_cut_off_loses_no_token_and_comes_back(net):
 
 
 def test_server_that_dies_on_another_host(net):
-    service = Service(net, "ipv6")
+    service = Service(net, "ipv4")
     client = service.client()
     service.servers["one"].kill()
     read_until(client, "serving two")
