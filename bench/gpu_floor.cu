@@ -17,12 +17,14 @@ __device__ void copy(uint4* dst, const uint4* src, u64 count) {
   }
   for (; i < count; i += step) dst[i] = src[i];
 }
-__device__ void release(u64* flag, u64 seq, u32* arrived) {
+// trips: counts what was released, if given.
+__device__ void release(u64* flag, u64 seq, u32* arrived, u32* trips = nullptr) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   __threadfence_system();
   if (gridDim.x > 1 && atomicAdd(arrived, 1u) != gridDim.x - 1) return;
   *reinterpret_cast<volatile u32*>(arrived) = 0;
+  if (trips) *reinterpret_cast<volatile u32*>(trips) = static_cast<u32>(seq);
   __threadfence_system();
   asm volatile("st.relaxed.sys.u64 [%0], %1;" ::"l"(flag), "l"(seq) : "memory");
 }
@@ -39,12 +41,12 @@ __device__ bool acquire(const u64* flag, u64 seq, u64 timeout_ns) {
   return ok;
 }
 
-// The reply's flag counts the trips that are over, so both sides know the next number from it: it
-// moves only after every block of both has arrived.
+// Each side knows the next number from what lies at home: the client from the reply's flag, the
+// server from its count of trips; both move only after all blocks of the trip before have arrived.
 struct FloorArgs {
   uint4 *source, *slot, *reply, *output;
   u64 *slot_flag, *reply_flag;
-  u32* arrived;  // [2]: client, server
+  u32* arrived;  // [2]: blocks; trips answered so far, at the server
   u64 count, timeout_ns;
 };
 
@@ -55,7 +57,8 @@ extern "C" __global__ void floor_client(const __grid_constant__ FloorArgs args) 
   if (acquire(args.reply_flag, seq, args.timeout_ns)) copy(args.output, args.reply, args.count);
 }
 extern "C" __global__ void floor_server(const __grid_constant__ FloorArgs args) {
-  const u64 seq = *reinterpret_cast<volatile u64*>(args.reply_flag) + 1;
+  volatile u32* trips = args.arrived + 1;
+  const u64 seq = *trips + 1ull;
   if (acquire(args.slot_flag, seq, args.timeout_ns)) copy(args.reply, args.slot, args.count);
-  release(args.reply_flag, seq, args.arrived + 1);
+  release(args.reply_flag, seq, args.arrived, args.arrived + 1);
 }

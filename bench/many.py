@@ -4,7 +4,7 @@
 
 Every client is connected to every server, and checks each of its results. --per-process of them
 share a process (1: each has its own). Processes are forked from one that has imported everything:
-starting 128 interpreters would measure the disk.
+starting 128 interpreters would measure the disk. It must all be over within --limit seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from expertwire.reference import moe_reference
 
 TOKEN = b"many-servers-token-0123456789"
 HIDDEN, TOP_K, ROWS = 64, 4, 8
-DEADLINE_SECONDS = 120.0
 
 
 class ScaledExperts:
@@ -62,7 +61,14 @@ def serve(address: str, ids: range, num_servers: int, model: dict) -> None:
         stop.wait()
 
 
-def use_many(address: str, ids: range, *rest: int) -> None:
+def memory_kb(pids: list[int]) -> int:
+    """What the processes keep in memory, shared pages counted once (proc(5), smaps_rollup)."""
+    lines = [line for pid in pids
+             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def use_many(address: str, ids: range, *rest) -> None:
     threads = [threading.Thread(target=use, args=(address, i, *rest)) for i in ids]
     for thread in threads:
         thread.start()
@@ -70,13 +76,17 @@ def use_many(address: str, ids: range, *rest: int) -> None:
         thread.join()
 
 
-def use(address: str, idx: int, num_servers: int, steps: int, report: int, go: int) -> None:
+def use(
+    address: str, idx: int, num_servers: int, steps: int, limit: float, report: int, go: int
+) -> None:
     """One client: connects, says so, waits for its turn, sends, checks, reports."""
     generator = torch.Generator().manual_seed(idx)
     hidden = torch.randn(ROWS, HIDDEN, generator=generator)
-    with Client(address, token=TOKEN, name=f"c{idx}", max_rows=ROWS, connect_timeout=120) as client:
-        table = client.links.wait(lambda t: len(t.links) == num_servers, DEADLINE_SECONDS)
-        os.write(report, json.dumps({"connected": len(table.links)}).encode() + b"\n")
+    settings = {"max_rows": ROWS, "connect_timeout": limit}
+    with Client(address, token=TOKEN, name=f"c{idx}", **settings) as client:
+        table = client.links.wait(lambda t: len(t.links) == num_servers, limit)
+        told = {"connected": len(table.links)}
+        os.write(report, json.dumps(told).encode() + b"\n")
         os.read(go, 1)
         wrong, slowest = 0, 0.0
         for _ in range(steps):
@@ -154,6 +164,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20, help="batches per client")
     parser.add_argument("--per-process", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds, for everything")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -161,7 +172,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = echo_model(HIDDEN, "float32", num_experts=args.servers, top_k=TOP_K)
     model["name"] = "scaled"
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + args.limit
     report, report_write = os.pipe()
     go_read, go = os.pipe()
     registry_pipe, registry_write = os.pipe()
@@ -182,11 +193,12 @@ def main() -> None:
     ]
     clients = [
         fork(lambda ids=ids: use_many(
-            address, ids, args.servers, args.steps, report_write, go_read))
+            address, ids, args.servers, args.steps, args.limit, report_write, go_read))
         for ids in shares(args.clients, args.per_process)
     ]
     connected = read_lines(report, args.clients, deadline)
     up = time.monotonic()
+    memory = memory_kb(PIDS)
     status = ask(address, TOKEN, {"type": "status"})
     sockets = {"@" + s["address"] for s in status["servers"]}
     os.write(go, b"x" * args.clients)
@@ -199,6 +211,7 @@ def main() -> None:
     os.kill(registry_pid, signal.SIGTERM)
     bad_registry = reap([registry_pid], deadline)
     gone = time.monotonic()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     left = [line for line in Path("/proc/net/unix").read_text().splitlines()
             if line.split()[-1] in sockets]
     steps = args.clients * args.steps
@@ -206,11 +219,12 @@ def main() -> None:
         "servers": args.servers, "clients": args.clients,
         "processes": len(servers) + len(clients) + 1,
         "members": len(sockets), "connections": sum(c["connected"] for c in connected),
-        "up_s": round(up - start, 2), "steps": steps,
+        "up_s": round(up - start, 2), "memory_mb": memory // 1024, "steps": steps,
         "steps_per_s": round(steps / (served - up), 1),
         "slowest_ms": round(max(r["slowest_ms"] for r in results), 1),
         "wrong": sum(r["wrong"] for r in results), "retries": sum(r["retries"] for r in results),
-        "gone_s": round(gone - served, 2),
+        "gone_s": round(gone - served, 2), "all_s": round(gone - start, 2),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
         "bad_exits": bad_clients + bad_servers + bad_registry, "sockets_left": len(left),
     }
     if args.json:

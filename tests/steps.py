@@ -110,7 +110,7 @@ def run_step(step: Loopback, *, grid: int = 1, warps: int = 1, expert=lambda row
     """
     target, seen = step.target, {}
 
-    def run(*steps, blocks=1):
+    def run(*steps, blocks=1, warps=warps):
         target.prepare(steps, grid=blocks, warps=warps).run()
 
     run(("client_route", step.route))
@@ -137,7 +137,7 @@ def run_step(step: Loopback, *, grid: int = 1, warps: int = 1, expert=lambda row
         seen[f"status {s}"] = see_status(server.status)
         seen[f"put back {s}"] = see_wire(server.wire)
         seen[f"gathered {s}"] = gathered_by_pair(step, s)
-    run(("client_combine", step.combine), blocks=grid)
+    run(("client_combine", step.combine), blocks=grid, warps=min(warps, 8))
     for s, reply in enumerate(step.replies):
         seen[f"client's reply {s}"] = reply.read().hex()
     seen["status"] = see_status(step.status)

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu_check"
 # Concurrent streams share hardware queues by default, and a kernel that spins would block others'.
 ENV = {
-    "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).strip(":"),
+    "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
     "EXPERTWIRE_LIBRARY": str(BUILD / "libexpertwire.so"), "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
 PYTEST = ["-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--timeout=60", "-rfE"]
@@ -50,8 +51,12 @@ def steps(python: str) -> dict[str, tuple[float, list[list[str]]]]:
         "gpu": (60, [["nvidia-smi"], [python, "-c", GPU_FACTS]]),
         "compile": (200, [[python, "-m", "expertwire", "compile", "--json"]]),
         "test": (420, [[python, *PYTEST, "tests/gpu", "--maxfail=20"]]),
+        "two": (400, [[python, *PYTEST, "tests/gpu/test_two_processes.py",
+                       "tests/gpu/test_two_gpus.py", "tests/gpu/test_gpu_hca.py",
+                       "--maxfail=20"]]),
         "hca": (120, [[python, *PYTEST, "tests/conformance", "-k", "gpu", "--maxfail=20"]]),
         "bench": (240, [[python, "bench/gpu_trip.py"]]),
+        "scale": (240, [[python, "bench/gpu_scale.py", "--svg", str(BUILD / "gpu_scale.svg")]]),
         "moe": (240, [[python, "bench/gpu_moe.py"]]),
         "overlap": (120, [[python, "bench/gpu_overlap.py"]]),
         "sanitize": (300, [
@@ -103,7 +108,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=BUILD, help="folder for logs")
     parser.add_argument("--steps", default="gpu,build,compile,test,hca,bench,moe,overlap",
-                        help="what to run, in order; there is also sanitize")
+                        help="what to run, in order; there are also sanitize, and two: "
+                             "what is between processes, part of test, for machines with two GPUs")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     table = steps(sys.executable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import logging
 import time
@@ -12,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from . import trace
 from ._native import declare
 from .client_link import ClientLink
 from .config import ServerConfig
@@ -49,6 +51,8 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
+# Of what is refused, the first ones of a client and then few are logged: it decides how many come.
+TOLD, TOLD_EVERY = 5, 10_000
 NATIVE_STAGES = ("poll", "gather", "reply")
 
 
@@ -60,8 +64,9 @@ class _NativeServer(ctypes.Structure):
         ("gather", c_void_p), ("reply", c_void_p), ("found", c_void_p),
         ("times", c_void_p * len(NATIVE_STAGES)), ("spin_ns", c_uint64),
         ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_refused", c_uint64),
+        ("bytes_received", c_uint64), ("bytes_sent", c_uint64),
         ("num_slots", c_uint32), ("pair_capacity", c_uint32), ("echo", c_uint32),
-        ("reserved", c_uint32),
+        ("queue_depth", c_uint32),
     )
 
 
@@ -73,13 +78,16 @@ class Batcher:
     """Owns the slot table and the batch buffers. Used by the server's data thread only."""
 
     def __init__(self, shard: Experts, model: dict, config: ServerConfig):
-        self.shard = shard
         self.config = config
         self.dtype = dtype_of(model["dtype"])
         self.hidden_size = model["hidden_size"]
         self.num_experts = model["num_experts"]
         self.times = StageTimes()
-        self.expert_rows = np.zeros((model["num_layers"], max(len(shard.experts), 1)), np.int64)
+        self.refusals: collections.Counter[str] = collections.Counter()  # messages, by reason
+        self.errors: collections.Counter[str] = collections.Counter()  # replies, by syndrome
+        self._num_layers = model["num_layers"]
+        # (ids, rows of each layer and id, rows by id with former shards): read by other threads
+        self._counted = ([], np.zeros((0, 0), np.int64), np.zeros(self.num_experts, np.int64))
         self.links: list[tuple[ClientLink, int]] = []  # (client, slot index) of each slot
         self.slots = (ServerSlot * 1)()
         self.num_slots = 0
@@ -95,22 +103,12 @@ class Batcher:
         found = ctypes.addressof(self._found)
         self._poll.num_messages, self._poll.num_rows = found, found + 4
         self._poll.num_pairs, self._poll.layer = found + 8, found + 12
-        num_local = len(shard.experts)
-        self._min_rows = shard.min_rows if config.batch_invariant else 1
-        self._local_expert = np.full(self.num_experts, -1, np.int32)
-        self._local_expert[list(shard.experts)] = np.arange(num_local)
-        self._offsets = np.zeros(num_local + 1, np.uint32)
-        self._cursor = np.zeros(max(num_local, 1), np.uint32)
         self._gather = ServerGatherArgs(
-            local_expert=self._local_expert.ctypes.data, expert_offsets=self._offsets.ctypes.data,
-            cursor=self._cursor.ctypes.data, num_local=num_local, num_experts=self.num_experts,
-            min_rows=self._min_rows, num_messages=found, layer=found + 12,
-            expert_rows=self.expert_rows.ctypes.data,
+            num_experts=self.num_experts, num_messages=found, layer=found + 12
         )
         self._reply = ServerReplyArgs(
             hidden_size=self.hidden_size, output_type=DATA_TYPES[self.dtype]
         )
-        self._pair_capacity = 0
         self._rows = torch.empty(0, dtype=torch.uint8)
         self._scales = torch.empty(0)
         self._launch_poll = Launch([("server_poll", self._poll)])
@@ -127,6 +125,7 @@ class Batcher:
             ),
         )
         self._native_address = ctypes.addressof(self._native)
+        self.set_shard(shard)
         self._take = declare("ew_server_take", ctypes.c_int, c_void_p, c_uint64)
         self._send = declare("ew_server_reply", ctypes.c_int, c_void_p)
 
@@ -157,12 +156,53 @@ class Batcher:
         poll.num_slots = poll.max_messages = self.num_slots
         self._reply.status = ctypes.addressof(self.statuses)
 
+    def set_shard(self, shard: Experts) -> None:
+        """Computes with these experts from the next batch on."""
+        num_local = len(shard.experts)
+        self.shard = shard
+        self._min_rows = shard.min_rows if self.config.batch_invariant else 1
+        rows = np.zeros((self._num_layers, num_local), np.int64)
+        self._counted = list(shard.experts), rows, self._total_rows()
+        self._local_expert = np.full(self.num_experts, -1, np.int32)
+        self._local_expert[list(shard.experts)] = np.arange(num_local)
+        self._offsets = np.zeros(num_local + 1, np.uint32)
+        self._cursor = np.zeros(max(num_local, 1), np.uint32)
+        gather = self._gather
+        gather.local_expert = self._local_expert.ctypes.data
+        gather.expert_offsets = self._offsets.ctypes.data
+        gather.cursor = self._cursor.ctypes.data
+        gather.num_local, gather.min_rows = num_local, self._min_rows
+        gather.expert_rows = rows.ctypes.data
+        self._pair_capacity = self._native.pair_capacity = 0  # `_reserve` depends on both
+
+    def rows_by_layer(self) -> tuple[list[int], np.ndarray]:
+        """(ids, [layers, ids]): rows of each layer and held expert since they are held."""
+        return self._counted[:2]
+
+    @property
+    def expert_rows(self) -> np.ndarray:
+        """Rows of each layer and held expert since they are held."""
+        return self._counted[1]
+
+    def _total_rows(self) -> np.ndarray:
+        ids, rows, earlier = self._counted
+        total = earlier.copy()
+        total[ids] += rows.sum(axis=0)
+        return total
+
+    def rows_by_expert(self) -> dict[str, list[int]]:
+        """{"row_experts": ids, "expert_rows": their rows since the start}, held or dropped."""
+        total = self._total_rows()
+        ids = sorted(set(self._counted[0]) | set(np.flatnonzero(total).tolist()))
+        return {"row_experts": ids, "expert_rows": total[ids].tolist()}
+
     @property
     def counts(self) -> dict[str, int]:
-        """Messages, rows and refusals since the start."""
+        """Messages, rows, refusals and bytes since the start; messages that wait now."""
         native = self._native
         return {"messages": native.num_messages, "rows": native.num_rows,
-                "refused": native.num_refused}
+                "refused": native.num_refused, "bytes_received": native.bytes_received,
+                "bytes_sent": native.bytes_sent, "queue_depth": native.queue_depth}
 
     @property
     def flag_addrs(self) -> list[int]:
@@ -195,6 +235,9 @@ class Batcher:
             output = self._run_experts(num_messages, layer, data_type)
             done = time.perf_counter_ns()
             reply.experts_us = (done - start) // 1000
+            if trace.active:
+                trace.stage("experts", start, done, layer=layer, server=seat,
+                            rows=self._offsets[-1].item())
             reply.expert_output = output.data_ptr() if output is not None else 0
             look = self._send(self._native_address)
             if look < 0:
@@ -257,9 +300,13 @@ class Batcher:
         for message, status in zip(self.messages[:num_messages], self.statuses, strict=False):
             link, _ = self.links[message.slot]
             if message.reason != Reason.OK:
-                log.warning("refused a message of client %s: %s", link.name,
-                            Reason(message.reason).name)
+                self.refusals[Reason(message.reason).name.lower()] += 1
+                link.num_refused += 1
+                if link.num_refused <= TOLD or link.num_refused % TOLD_EVERY == 0:
+                    log.warning("refused message %d of client %s: %s", link.num_refused, link.name,
+                                Reason(message.reason).name)
             if status.code:
+                self.errors[f"{status.syndrome:#04x}"] += 1
                 log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,
                             status.code, status.syndrome)
                 broken.append(link)

@@ -6,6 +6,7 @@ a message can carry file descriptors.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import json
@@ -17,8 +18,12 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .errors import ConfigError, ProtocolError, WaitTimeout
+
+if TYPE_CHECKING:
+    from .tls import TlsSocket
 
 MAX_FRAME_BYTES = 1 << 20
 # Before its proof a peer is anybody: what it can make this side hold is small.
@@ -88,6 +93,12 @@ def frame_length(prefix: bytes, limit: int = MAX_FRAME_BYTES) -> int:
     return length
 
 
+async def receive_frame(reader: asyncio.StreamReader, limit: int) -> dict:
+    """One frame's message. Raises ProtocolError, IncompleteReadError at the stream's end."""
+    length = frame_length(await reader.readexactly(4), limit)
+    return decode_body(await reader.readexactly(length))
+
+
 class Channel:
     """One connection. Any thread may send; one at a time may receive; any thread may close.
 
@@ -95,7 +106,9 @@ class Channel:
     stopped: ends waits early with WaitTimeout, within 0.1 s of being set.
     """
 
-    def __init__(self, sock: socket.socket, stopped: threading.Event | None = None):
+    def __init__(
+        self, sock: socket.socket | TlsSocket, stopped: threading.Event | None = None
+    ):
         # Non-blocking, each wait with its own deadline: a time-out that is set on the socket
         # would be shared by the thread that sends and the one that receives.
         sock.setblocking(False)
@@ -126,7 +139,7 @@ class Channel:
         try:
             while frame:
                 try:
-                    if fds:
+                    if fds and isinstance(self._socket, socket.socket):
                         sent = socket.send_fds(self._socket, [frame], list(fds))
                         fds = ()
                     else:
@@ -169,7 +182,7 @@ class Channel:
         fds: list[int] = []
         flags = 0
         try:
-            if self._is_unix and self.authenticated:
+            if isinstance(self._socket, socket.socket) and self._is_unix and self.authenticated:
                 # Not a byte beyond this frame: the kernel hands over the descriptors of later
                 # bytes with earlier ones, and they would be taken for this message's.
                 data, fds, flags = _receive_fds(self._socket, missing)

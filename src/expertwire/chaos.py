@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from .chaos_load import LoadThread, Oracle
+from .chaos_network import (
+    RETRY_EXCEEDED,
+    Network,
+    Relay,
+    clear_data_faults,
+    set_data_faults,
+)
 from .chaos_plan import Phase, Plan
 from .chaos_report import draw_chaos, verdict
 from .errors import ConfigError, WaitTimeout
@@ -24,7 +31,6 @@ from .question import ask
 
 SETTLE_SECONDS = 90.0  # until all clients are connected to all servers again
 LOOK_SECONDS = 0.02
-RETRY_EXCEEDED = 0x15  # what an adapter reports when the peer does not answer
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Lap:
     phase: Phase
     begin_ns: int
     end_ns: int = 0
+    late_ms: float = 0.0  # how late this process was woken, at worst: what the machine adds
 
 
 @dataclass
@@ -90,19 +97,22 @@ class ChaosRun:
     def run(self) -> list[LoadThread]:
         """Runs the plan; the load threads, ended, with what they saw. Raises WaitTimeout if the
         system does not come together again."""
-        oracle = Oracle(self.model, rows=self.plan.rows, seed=self.plan.seed)
         gc.collect()
         before = Resources.of()
         loads: list[LoadThread] = []
-        with Fleet(self.model) as self.fleet:
+        with Fleet(self.model) as self.fleet, contextlib.ExitStack() as stack:
+            # The fleet's warm process imports meanwhile.
+            oracle = Oracle(self.model, rows=self.plan.rows, seed=self.plan.seed)
             self.fleet.start_registry()
+            stack.callback(self._open_relay().close)
             self.fleet.start_servers(self.plan.servers)
             self._running = set(self.plan.servers)
             try:
                 for i in range(self.plan.clients):
                     loads.append(LoadThread(
-                        f"client-{i}", self.fleet.address, self.fleet.token, oracle,
+                        f"client-{i}", self.fleet.way_in, self.fleet.token, oracle,
                         reply_timeout=self.plan.reply_timeout, missing_timeout=30.0,
+                        signal_mode=self.plan.signal_mode,
                     ))
                 self._settle(loads)
                 for load in loads:
@@ -121,6 +131,11 @@ class ChaosRun:
                 raise load.broken
         return loads
 
+    def _open_relay(self) -> Relay:
+        self.relay = Relay(self.fleet.address)
+        self.fleet.way_in = self.relay.address
+        return self.relay
+
     # ---------------------------------------------------------------- phases
 
     def _phases(self, loads: list[LoadThread]) -> None:
@@ -132,7 +147,11 @@ class ChaosRun:
             self.laps.append(lap)
             for kind, value in phase.actions:
                 self._act(kind, value, loads)
+            if phase.network is not None:
+                self._break_network(phase.network, loads)
             self._load(phase.seconds, loads)
+            if phase.network is not None:
+                self._mend_network(loads)
             if phase.returns:
                 self._settle(loads)
             for kind, value in phase.actions:
@@ -174,11 +193,30 @@ class ChaosRun:
         elif kind in ("start", "join", "continue"):
             self._running.add(name)
 
+    def _break_network(self, network: Network, loads: list[LoadThread]) -> None:
+        for load in loads:
+            set_data_faults(load, network, self._random.getrandbits(32))
+        if network.control == "hang-up":
+            self.relay.hang_up()
+        else:
+            self.relay.control = network.control
+        for name in {*network.cut, *network.hang}:
+            self._note("cut", name)
+
+    def _mend_network(self, loads: list[LoadThread]) -> None:
+        self.relay.control = ""
+        for load in loads:
+            clear_data_faults(load)
+
     def _load(self, seconds: float, loads: list[LoadThread]) -> None:
         """Lets the clients work."""
         end = time.monotonic() + seconds
+        lap = self.laps[-1]
         while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, 0.1))
+            asleep, asked = time.monotonic(), min(left, LOOK_SECONDS)
+            time.sleep(asked)
+            late_ms = (time.monotonic() - asleep - asked) * 1e3
+            lap.late_ms = max(lap.late_ms, late_ms)
             self._check_alive(loads)
 
     def _settle(self, loads: list[LoadThread]) -> None:
@@ -217,6 +255,7 @@ class ChaosRun:
         code = self.fleet.servers[name].process.wait(SETTLE_SECONDS)
         if code != 0:
             raise ConfigError(f"drained server {name} ended with exit code {code}, not 0")
+        self.fleet.forget(name)
         self._note("left", name)
 
     # ---------------------------------------------------------------- leaks

@@ -27,6 +27,9 @@ class Oracle:
 
     def __init__(self, model: str, *, rows: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
+        # Small products: threads that wait for each other take longer than one that computes, and
+        # much longer where other processes want the cores.
+        torch.set_num_threads(1)
         shard = load_experts(model, None, dtype="float32")
         self.num_layers = shard.num_layers
         num_experts = len(shard.experts)

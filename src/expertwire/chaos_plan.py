@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .chaos_network import Network, parse_network
+from .config import SIGNAL_MODES
 from .errors import ConfigError
 
 FOLDER = Path(__file__).with_name("plans")
@@ -24,16 +26,18 @@ class Phase:
     name: str
     seconds: float
     actions: list[tuple[str, Any]] = field(default_factory=list)
+    network: Network | None = None  # None: it is whole
 
     @property
     def is_calm(self) -> bool:
         """Nothing happens: a measure for the rest."""
-        return not self.actions
+        return not self.actions and self.network is None
 
     @property
     def returns(self) -> bool:
         """It lasts until every client is connected again."""
-        return any(kind in RETURNS for kind, _ in self.actions)
+        broke = self.network is not None and self.network.loses_servers
+        return broke or any(kind in RETURNS for kind, _ in self.actions)
 
     @property
     def starts_processes(self) -> bool:
@@ -54,6 +58,7 @@ class Plan:
     rows: int = 8  # per batch
     min_steps: int = 0  # the last phase goes on until so many are done
     reply_timeout: float | None = None  # None: adaptive
+    signal_mode: str = "write"  # of the clients; a network that reorders needs another
     max_pause_ms: float = 550.0  # one deadline, and 50 ms
 
 
@@ -95,6 +100,8 @@ def parse_plan(content: object, name: str) -> Plan:
         value = content.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"plan {name}: {key} must be a whole number from {least} on")
+    if content.get("signal_mode", "write") not in SIGNAL_MODES:
+        raise ConfigError(f"plan {name}: signal_mode is one of {', '.join(SIGNAL_MODES)}")
     rest: dict[str, Any] = {"name": name} | content
     rest["phases"] = [_parse_phase(phase, i, name) for i, phase in enumerate(phases)]
     plan = Plan(**rest)
@@ -106,7 +113,7 @@ def _parse_phase(content: object, idx: int, plan: str) -> Phase:
     where = f"plan {plan}, phase {idx}"
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: it must be a JSON object")
-    known = {"name", "seconds", "join", *SERVER_ACTIONS, *REGISTRY_ACTIONS}
+    known = {"name", "seconds", "join", "network", *SERVER_ACTIONS, *REGISTRY_ACTIONS}
     if unknown := set(content) - known:
         raise ConfigError(f"{where}: unknown {', '.join(sorted(unknown))}; "
                           f"known are {', '.join(sorted(known))}")
@@ -127,15 +134,24 @@ def _parse_phase(content: object, idx: int, plan: str) -> Phase:
             actions += [("join", item) for item in value.items()]
         elif kind in REGISTRY_ACTIONS and value:
             actions.append((kind, "registry"))
-    name = content.get("name") or ", ".join(
-        f"{kind} {value[0] if kind == 'join' else value}" for kind, value in actions
-    ) or "calm"
-    return Phase(str(name).replace("_registry registry", " registry"), float(seconds), actions)
+    network = parse_network(content["network"], where) if "network" in content else None
+    words = [f"{kind} {value[0] if kind == 'join' else value}" for kind, value in actions]
+    if network is not None:
+        words.append("network " + " ".join(content["network"]))
+    name = str(content.get("name") or ", ".join(words) or "calm")
+    return Phase(name.replace("_registry registry", " registry"), float(seconds), actions, network)
 
 
 def _check_names(plan: Plan) -> None:
     known = set(plan.servers) | {"any"}
     for phase in plan.phases:
+        if phase.network is not None:
+            if unknown := {*phase.network.cut, *phase.network.hang} - known:
+                raise ConfigError(f"plan {plan.name}, phase {phase.name!r}: there is no server "
+                                  f"{min(unknown)!r}")
+            if phase.network.reorder and plan.signal_mode == "write":
+                raise ConfigError(f"plan {plan.name}, phase {phase.name!r}: a network that "
+                                  'reorders needs signal_mode "add" or "write_imm"')
         for kind, value in phase.actions:
             if kind == "join":
                 known.add(value[0])

@@ -18,10 +18,11 @@ PAUSE_MS, PAUSE_FACTOR = 20.0, 10.0  # a step that takes longer than both is a p
 CURVE_HEIGHT, LANE_HEIGHT, LANE_GAP = 90, 26, 8
 NUM_BINS = 240
 COLOURS = {"serves": PALETTE[2], "starts": PALETTE[4], "is stopped": PALETTE[1],
-           "drains": PALETTE[3], "dead": "#d9dce3", "pause of a client": PALETTE[5]}
+           "drains": PALETTE[3], "cut off": PALETTE[6], "dead": "#d9dce3",
+           "pause of a client": PALETTE[5]}
 BECOMES = {"ready": "serves", "kill": "dead", "kill_registry": "dead", "stop": "is stopped",
            "continue": "starts", "start": "starts", "join": "starts", "start_registry": "serves",
-           "drain": "drains", "left": "dead"}
+           "drain": "drains", "left": "dead", "cut": "cut off"}
 
 
 class Steps:
@@ -51,20 +52,23 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
     """The figures, and whether they are what a healthy system gives ("ok", "problems").
 
     throughput_ratio: steps per second in phases with failures, pauses taken out, against those of
-    the calm phases. Phases in which processes start are left out: loading takes processor time.
+    the calm phases around them, with its standard error (throughput_noise). Phases in which
+    processes start are left out: loading takes processor time.
     """
     steps = Steps(loads)
     laps = []
-    calm, hurt = [], []
+    rates: list[tuple[str, float]] = []  # of phases that say something about throughput, in order
     for lap in run.laps:
         count, longest, rate = steps.within(lap.begin_ns, lap.end_ns)
         seconds = (lap.end_ns - lap.begin_ns) / 1e9
         laps.append({"name": lap.phase.name, "seconds": round(seconds, 2), "steps": count,
-                     "steps_per_s": round(rate, 1), "longest_ms": round(longest, 2)})
+                     "steps_per_s": round(rate, 1), "longest_ms": round(longest, 2),
+                     "machine_late_ms": round(lap.late_ms, 2)})
         if lap.phase.is_calm:
-            calm.append((rate, seconds))
+            rates.append(("calm", rate))
         elif not lap.phase.starts_processes:
-            hurt.append((rate, seconds))
+            rates.append(("hurt", rate))
+    ratio, noise = throughput(rates)
     lost = [what for load in loads for what in load.lost]
     stats = [load.client.stats() for load in loads]
     figures: dict[str, Any] = {
@@ -72,9 +76,10 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
         "wrong_tokens": sum(load.wrong_tokens for load in loads),
         "lost_requests": len(lost),
         "longest_pause_ms": round(float(steps.ms.max(initial=0.0)), 2),
-        "throughput_ratio": round(_mean(hurt) / _mean(calm), 4) if calm and hurt else None,
+        "throughput_ratio": ratio, "throughput_noise": noise,
         "leaks": sum(run.leaks.values()),
         "deadline_ms": run.deadline_ms,
+        "machine_late_ms": max(p["machine_late_ms"] for p in laps),
         "pauses": int((steps.ms > steps.pause_ms).sum()),
         "median_ms": round(float(np.median(steps.ms)), 3) if steps.ms.size else None,
         "retries": sum(s["retries"] for s in stats),
@@ -89,9 +94,23 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
     return figures
 
 
-def _mean(rates: list[tuple[float, float]]) -> float:
-    """Weighted with the seconds that each was seen for."""
-    return sum(rate * s for rate, s in rates) / sum(s for _, s in rates)
+def throughput(rates: list[tuple[str, float]]) -> tuple[float | None, float | None]:
+    """(mean of the ratios, its standard error) of hurt phases against the calm ones around them.
+
+    rates: ("calm" or "hurt", steps per second without pauses), in the order in which they went.
+    A hurt phase is compared with the mean of the last calm one before and the first one after it:
+    what the rest of the machine does changes over a run, and changes both. None: cannot be told.
+    """
+    ratios = []
+    for i, (kind, rate) in enumerate(rates):
+        before = [r for k, r in rates[:i] if k == "calm" and r > 0][-1:]
+        after = [r for k, r in rates[i + 1 :] if k == "calm" and r > 0][:1]
+        if kind == "hurt" and before + after:
+            ratios.append(rate / float(np.mean(before + after)))
+    if not ratios:
+        return None, None
+    noise = float(np.std(ratios, ddof=1) / len(ratios) ** 0.5) if len(ratios) > 1 else None
+    return round(float(np.mean(ratios)), 4), None if noise is None else round(noise, 4)
 
 
 def _problems(figures: dict[str, Any], max_pause_ms: float) -> list[str]:
@@ -103,7 +122,10 @@ def _problems(figures: dict[str, Any], max_pause_ms: float) -> list[str]:
     if figures["lost_requests"]:
         found.append(f"{figures['lost_requests']} requests were lost: {figures['errors'][0]}")
     if figures["longest_pause_ms"] > max_pause_ms:
-        found.append(f"a step took {figures['longest_pause_ms']} ms, more than {max_pause_ms:g}")
+        found.append(
+            f"a step took {figures['longest_pause_ms']} ms, more than {max_pause_ms:g} (a thread "
+            f"that only sleeps was woken up to {figures['machine_late_ms']} ms late)"
+        )
     if figures["leaks"]:
         found.append(f"left behind: {figures['leak_details']}")
     return found
@@ -114,11 +136,14 @@ def report_lines(result: dict[str, Any]) -> list[str]:
     lines = [f"{'phase':32} {'s':>6} {'steps':>7} {'steps/s':>9} {'longest ms':>11}"]
     lines += [f"{p['name'][:32]:32} {p['seconds']:6.1f} {p['steps']:7} {p['steps_per_s']:9.1f} "
               f"{p['longest_ms']:11.1f}" for p in result["phases"]]
-    ratio = result["throughput_ratio"]
+    ratio, noise = result["throughput_ratio"], result["throughput_noise"]
+    known = "unknown" if ratio is None else f"{ratio:.3f}"
+    if noise is not None:
+        known += f" +- {noise:.3f}"
     lines.append(
         f"{result['steps']} steps, {result['wrong_tokens']} wrong tokens, "
         f"{result['lost_requests']} lost requests, longest pause {result['longest_pause_ms']} ms, "
-        f"throughput with failures {'unknown' if ratio is None else f'{ratio:.3f}'} of without, "
+        f"throughput with failures {known} of without, "
         f"{result['leaks']} leaks"
     )
     lines.append("verdict: " + ("ok" if result["ok"] else "; ".join(result["problems"])))

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .checkpoint_facts import refuse_larger_checkpoint, top_k_of
 from .errors import CheckpointError, ConfigError
 from .experts import ExpertLayer, ExpertShard
 from .message import dtype_of
@@ -26,10 +27,6 @@ from .plain_experts import plain_layers
 from .weight_map import Key, TensorMap, WeightMap, parameter_sizes
 
 INDEX = "model.safetensors.index.json"
-TOP_K_NAMES = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k",
-    "top_k_experts",
-)
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 WEIGHT_TYPES = tuple(FILE_DTYPES.values())
 SAMPLE_BYTES = 1 << 16  # of each file's data, at both ends, for the fingerprint
@@ -74,6 +71,7 @@ class Survey:
     modules: list[tuple[str, torch.nn.Module]]
     weight_map: TensorMap
     places: list[dict[Key, TensorPlace]]
+    names: Collection[str]  # of all tensors in the files
     model: Any = None  # on the meta device; None if the modelling code was not needed
 
 
@@ -96,24 +94,6 @@ def read_config(path: str | Path) -> Any:
             "expert weights must be float32, bfloat16 or float16"
         )
     return config.get_text_config()
-
-
-def top_k_of(model: Any, config: Any) -> int:
-    """Experts per token; the largest, for a model whose layers differ."""
-    for name in TOP_K_NAMES:
-        value = getattr(config, name, None)
-        if isinstance(value, (list, tuple)) and value:
-            value = max(value)
-        if isinstance(value, int):
-            return value
-    modules = model.modules() if model is not None else ()
-    found = [m.top_k for m in modules if isinstance(getattr(m, "top_k", None), int)]
-    if not found:
-        raise CheckpointError(
-            f"model type {config.model_type!r}: no experts per token in its config (looked for "
-            f"{', '.join(TOP_K_NAMES)})"
-        )
-    return max(found)
 
 
 def weight_files(path: str | Path) -> list[Path]:
@@ -219,7 +199,7 @@ def survey(path: str | Path, config: Any) -> Survey:
         raise CheckpointError(
             f"{path}: {num_found} layers have expert tensors, the config says {len(modules)}"
         )
-    return Survey(modules, weight_map, places, model)
+    return Survey(modules, weight_map, places, headers.keys(), model)
 
 
 def fingerprint(path: str | Path) -> str:
@@ -256,6 +236,7 @@ def _info(path: str | Path, config: Any, found: Survey) -> ModelInfo:
             f"of experts or size: {sorted(sizes)}"
         )
     ((num_experts, hidden_size),) = sizes
+    refuse_larger_checkpoint(path, config, num_experts, found.places, found.names)
     if not 1 <= (top_k := top_k_of(found.model, config)) <= num_experts:
         raise CheckpointError(f"{path}: its config asks for {top_k} of {num_experts} experts")
     dtype = config.dtype  # older configs do not say

@@ -32,6 +32,13 @@ DirectOption = Annotated[
 HcaOption = Annotated[
     str, typer.Option(metavar="soft|ucx", help="soft: one host; ucx: several, docs/ucx.md")
 ]
+MetricsOption = Annotated[
+    str | None, typer.Option("--metrics-port", metavar="[HOST:]PORT",
+                             help="Prometheus endpoint; needs 'expertwire[metrics]'")
+]
+DeviceOption = Annotated[
+    str, typer.Option(help="of the attention side: cpu, or cuda[:N] for servers on GPUs")
+]
 DEFAULT_REGISTRY = "127.0.0.1:7700"
 
 
@@ -52,6 +59,23 @@ def stop_on_signals(stop) -> None:
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
+
+
+@app.callback()
+def tls_files(
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="registry: its certificate, "
+                                                 "PEM; everything over TLS then")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="registry: the key of it")]
+    = None,
+    tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="others: certificates that the "
+                                               "registry's must be signed by")] = None,
+) -> None:
+    """Serve the experts of a Mixture-of-Experts model as independent network services."""
+    from . import tls
+
+    for name, file in ((tls.CERT, tls_cert), (tls.KEY, tls_key), (tls.CA, tls_ca)):
+        if file:
+            os.environ[name] = file  # for child processes, too
 
 
 @app.command()
@@ -90,6 +114,9 @@ def registry(
     = 10.0,
     state: Annotated[str | None, typer.Option(help="file that keeps the epoch over restarts")]
     = None,
+    page_port: Annotated[str | None, typer.Option(metavar="[HOST:]PORT", help="serve a page with "
+                         "the live picture; anybody who reaches it may read it")] = None,
+    metrics_port: MetricsOption = None,
 ) -> None:
     """Run the registry that servers and clients find each other through."""
     from .registry import Registry
@@ -97,6 +124,10 @@ def registry(
     server = Registry(listen, lease_seconds=lease, state_path=state)
     stop_on_signals(server.close)
     server.start()
+    if metrics_port or page_port:
+        from .cli_observe import look_at_registry
+
+        look_at_registry(server, page_port, metrics_port)
     print(f"registry listening on {server.address}", flush=True)
     wait_for(server.serve_forever)
 
@@ -109,12 +140,15 @@ def serve(
     name: Annotated[str | None, typer.Option(help="name shown in status")] = None,
     dtype: DtypeOption = None,
     threads: Annotated[int | None, typer.Option(min=1, help="torch threads")] = None,
+    room: Annotated[int | None, typer.Option(min=1, help="experts that it has memory for, which "
+                                             "`rebalance` may fill")] = None,
     of: Annotated[int | None, typer.Option(min=1, help="with --experts auto: how many share")]
     = None,
     batch_invariant: Annotated[bool, typer.Option(help="same bits whatever else is in a batch")]
     = True,
     device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
-                                        "host: cuda.remote.RemoteExperts")] = "cpu",
+                                        "host: --device there, or cuda.remote")] = "cpu",
+    metrics_port: MetricsOption = None,
     hca: HcaOption = "soft",
     data_listen: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="with --hca ucx: "
                            "address for clients; default: the one towards the registry")] = None,
@@ -127,12 +161,16 @@ def serve(
     parse_address(registry)
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
-        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, hca=hca,
-                            listen=data_listen),
+        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, room=room,
+                            hca=hca, listen=data_listen),
         device=device,
     )
     server.start()
     stop_on_signals(server.close)
+    if metrics_port:
+        from .cli_observe import look_at_server
+
+        look_at_server(server, metrics_port)
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
     wait_for(lambda: run_server(server))
@@ -150,6 +188,7 @@ def generate(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    device: DeviceOption = "cpu",
     hca: HcaOption = "soft",
     as_json: JsonOption = False,
 ) -> None:
@@ -161,7 +200,7 @@ def generate(
     parse_address(registry)
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
-        as_json=as_json, token=load_token(), dtype=dtype,
+        as_json=as_json, token=load_token(), dtype=dtype, device=device,
         config=ClientConfig(
             connect_timeout=timeout, fp8=fp8, do_ibgda=not direct, hca=hca
         ),
@@ -181,6 +220,7 @@ def openai(
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for servers")] = 5.0,
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    device: DeviceOption = "cpu",
     hca: HcaOption = "soft",
 ) -> None:
     """Run transformers' OpenAI-compatible server with remote experts."""
@@ -190,17 +230,28 @@ def openai(
 
     parse_address(registry)
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
-               continuous_batching=continuous_batching,
+               continuous_batching=continuous_batching, device=device,
                client_config=ClientConfig(
                    connect_timeout=timeout, fp8=fp8, do_ibgda=not direct, hca=hca
                ))
 
 
 @app.command()
-def status(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = False) -> None:
+def status(
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    watch: Annotated[bool, typer.Option("--watch", help="go on until Ctrl-C")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="with --watch: seconds between looks")]
+    = 1.0,
+    looks: Annotated[int | None, typer.Option(min=1, help="with --watch: end after so many")]
+    = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show the servers and clients of a registry."""
-    from .status import show_status
+    from .status import show_status, watch_status
 
+    if watch:
+        watch_status(registry, seconds=every, looks=looks, as_json=as_json)
+        return
     facts = show_status(registry, quiet=as_json)
     if as_json:
         print_json(facts)
@@ -257,18 +308,20 @@ def rebalance(
     = 0.0,
     places: Annotated[int | None, typer.Option(min=1, help="experts that each server has room for")]
     = None,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds that moving may take")] = 600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan which expert should be on which server, from the load that was measured."""
-    from .errors import ConfigError
+    """Give hot experts replicas and take them from cold ones, while everybody goes on."""
     from .rebalance import run_rebalance
 
-    if not dry_run:
-        raise ConfigError("only `rebalance --dry-run` is there; start servers with the experts of "
-                          "the plan, then `expertwire drain` the old ones")
-    result = run_rebalance(registry, seconds=seconds, places=places, quiet=as_json)
+    result = run_rebalance(registry, seconds=seconds, places=places, dry_run=dry_run,
+                           timeout=timeout, quiet=as_json)
     if as_json:
         print_json(result)
+    for server, reason in result.get("applied", {}).get("failed", {}).items():
+        print(f"expertwire: {server}: {reason}", file=sys.stderr)
+    if result.get("applied", {}).get("failed"):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -332,3 +385,6 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
+
+
+from . import cli_observe, cli_plan, cli_trace  # noqa: E402, F401  (register their commands on `app`)

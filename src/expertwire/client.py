@@ -16,11 +16,13 @@ import collections
 import os
 import secrets
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import collect, send
+from . import collect, send, trace
 from .config import ClientConfig
 from .control import load_token
 from .errors import ConfigError, ExpertwireError, InFlightError, WaitTimeout
@@ -31,6 +33,8 @@ from .launch import hca_array
 from .links import Links
 from .membership import Membership
 from .message import ReplyMode, SlotShape, dtype_of
+from .pacing import Pace
+from .reports import client_report
 from .routing import RoutingTable
 from .stats import StageTimes
 from .trip import Trip
@@ -62,10 +66,12 @@ class Client:
         self.config = config or ClientConfig(**settings)
         self.name = name or f"client-{os.getpid()}-{secrets.token_hex(3)}"
         self.client_id = secrets.randbits(31) + 1
+        trace.join(f"client {self.name}")
         self.lock = threading.RLock()
         self.times = StageTimes()
         self.num_skipped_ids = 0
         self.num_retries = 0
+        self.errors: collections.Counter[str] = collections.Counter()  # completions, by syndrome
         self.dropped: collections.Counter[int] = collections.Counter()  # pairs by expert
         self._num_open = 0  # batches that are not combined yet
         self.trace: list | None = None  # set to a list to record flight spans (collect.py)
@@ -78,15 +84,18 @@ class Client:
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
         self._trip = Trip(self._flights, self.config, self.client_id)
-        self._signal_adds = self.config.signal_mode != "write"  # needs each slot's previous seq
+        self._signal_adds = self.config.signal_mode == "add"  # needs each slot's previous seq
         self._check: InputCheck | None = None
+        self._pace: Pace | None = None
         self._free = collections.deque(self._flights)
         self._queued: collections.deque[Chunk] = collections.deque()
         self.in_flight: collections.deque[Flight] = collections.deque()
-        self.membership = Membership(address, token, client_name=self.name)
+        self.membership = Membership(
+            address, token, client_name=self.name, stats=lambda: client_report(self)
+        )
         self.links = Links(
             self.hca, self.membership, token=token, client_id=self.client_id, name=self.name,
-            config=self.config, make_shape=self._make_shape, release=self.release_retired,
+            config=self.config, make_shape=self._make_shape, release=self.try_release,
         )
         self.membership.on_change = self.links.wake
         self.links.start()
@@ -97,7 +106,7 @@ class Client:
     def moe(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
-        """One MoE layer: sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t]).
+        """One MoE layer: `sum over k of topk_weights[t, k] * expert[topk_ids[t, k]](hidden[t])`.
 
         layer: index among the model's MoE layers, from 0. hidden: [T, H] in the dtype that the
         servers compute in, on the CPU, any strides; T may be 0. topk_ids: [T, K] int64 or int32,
@@ -106,10 +115,15 @@ class Client:
         `dispatch` and `Handle.combine`.
         """
         with self.lock:
+            start = time.perf_counter_ns() if trace.active else 0
             handle, table = self._begin(layer, hidden, topk_ids, topk_weights)
             if not self._trip_to_the_end(handle, table):
                 self._issue_queued(table)
-            return handle.combine()
+            output = handle.combine()
+            if trace.active:
+                trace.stage("moe", start, time.perf_counter_ns(), layer=layer,
+                            client=self.client_id, rows=hidden.shape[0])
+            return output
 
     def dispatch(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -149,9 +163,30 @@ class Client:
         """What the servers say of their model (None before the first one is connected)."""
         return self.links.model
 
+    @property
+    def queue_depth(self) -> int:
+        """Chunks (at most max_rows tokens each) that are in flight or wait for a slot."""
+        return len(self.in_flight) + len(self._queued) + self._trip.num_open
+
+    def is_ready(self) -> bool:
+        """Whether every expert is held by a server that this client is connected to."""
+        return not self.links.table.missing()
+
+    def recover(self) -> None:
+        """Nothing: this client connects anew by itself."""
+
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""
         return collect.client_stats(self)
+
+    def dump(self, path: str | Path) -> None:
+        """Writes the send queues to all servers to a file, for `expertwire wqe decode`.
+
+        As they are now: racy while a batch is on its way. Raises OSError.
+        """
+        with self.lock, open(path, "wb") as out:
+            for link in self.links.table.links:
+                link.endpoint.dump_to(out, link.server_id)
 
     def close(self) -> None:
         """Leaves: closes connections, threads and shared memory, in under 5 s. Idempotent.
@@ -188,7 +223,7 @@ class Client:
     def _begin(
         self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[Handle, RoutingTable]:
-        self._close_retired()  # before the table is read: what is retired is in no new table
+        self._release()  # before the table is read: what is retired is in no new table
         table = self._ready_table(layer)
         assert self._check is not None
         self._check(layer, hidden, topk_ids, topk_weights)
@@ -197,8 +232,9 @@ class Client:
     def _queue(self, handle: Handle, begin: int) -> None:
         """Appends the chunks of the tokens from `begin` on."""
         num_tokens = handle.batch.num_tokens
-        for at in range(begin, num_tokens, self.config.max_rows):
-            self._queued.append(self._open(handle, at, min(at + self.config.max_rows, num_tokens)))
+        rows = self._pace.rows(self.links.credit) if self._pace else self.config.max_rows
+        for at in range(begin, num_tokens, rows):
+            self._queued.append(self._open(handle, at, min(at + rows, num_tokens)))
 
     def _open(self, handle: Handle, begin: int, end: int) -> Chunk:
         self._num_open += handle.num_open == 0
@@ -221,12 +257,13 @@ class Client:
         if self.in_flight or self._queued or self.trace is not None or self._signal_adds:
             self._queue(handle, 0)
             return False
-        batch, max_rows = handle.batch, self.config.max_rows
-        assert self.links.shape is not None
+        batch = handle.batch
+        assert self.links.shape is not None and self._pace is not None
         if batch.num_tokens == 0:
             return True
         trip = self._trip
         try:
+            trip.pace(self._pace, self.links.credit)
             done = trip.run(self.hca.pointer, handle.layer, batch, table, self.links.shape,
                             self.times, self.seq)
         finally:  # also when interrupted: no seq is ever used twice
@@ -234,7 +271,7 @@ class Client:
         self.num_skipped_ids += trip.num_skipped
         if done:
             return True
-        sent = trip.num_combined
+        sent, max_rows = trip.num_combined, trip.max_rows
         for i, flight in trip.in_flight():
             end = min((i + 1) * max_rows, batch.num_tokens)
             flight.chunk = self._open(handle, i * max_rows, end)
@@ -267,10 +304,11 @@ class Client:
             if not table.links or model is None or shape is None:
                 raise self.links.no_server_error(layer, [])
             self._check = InputCheck(model, shape.experts_per_row)
+            self._pace = Pace.of(shape)
         return table  # which may have become empty: that is for `on_missing` to settle
 
     def _issue_queued(self, table: RoutingTable) -> None:
-        while self._queued and self._free:
+        while self._queued and self._free and self._may_send(self._queued[0]):
             # The slot freed last: its memory is still in the caches, at both ends.
             chunk, flight = self._queued.popleft(), self._free.pop()
             if chunk.handle.error is not None:
@@ -285,6 +323,12 @@ class Client:
                 raise
             else:
                 self.in_flight.append(flight)
+
+    def _may_send(self, chunk: Chunk) -> bool:
+        """Whether the servers have room for one more message of ours (pacing.py)."""
+        assert self._pace is not None
+        under_way = [f.chunk.end - f.chunk.begin for f in self.in_flight if f.chunk is not None]
+        return self._pace.may_send(self.links.credit, under_way, chunk.end - chunk.begin)
 
     # ---------------------------------------------------------------- receiving
 
@@ -312,21 +356,25 @@ class Client:
         if error is not None and chunk.handle.error is None:
             chunk.handle.error = error
 
-    def release_retired(self) -> None:
-        """Closes connections that are in no table any more, from any thread; if this client is at
-        work, that is left for later."""
+    def try_release(self) -> None:
+        """Lets go of what is in no table any more, from any thread; if this client is at work,
+        that is left for later."""
         if self.lock.acquire(blocking=False):
             try:
                 if not self.closed:
-                    self._close_retired()
+                    self._release()
             finally:
                 self.lock.release()
 
-    def _close_retired(self) -> None:
+    def _release(self) -> None:
         """Closes connections of servers that left, unless a batch in flight was routed by them."""
+        if not self.links.is_holding:
+            return
+        in_use = [f for f in self._flights if f.chunk is not None and f.table is not None]
+        epochs = [flight.table.epoch for flight in in_use if flight.table is not None]
+        self.links.released_epoch = min([self.links.table.epoch, *epochs])
         if not self.links.retired or self.links.shape is None:
             return
-        in_use = [flight for flight in self._flights if flight.chunk is not None]
         held = {id(link) for flight in in_use if flight.table for link in flight.table.links}
         for link in [link for link in self.links.retired if id(link) not in held]:
             for flight in self._flights:

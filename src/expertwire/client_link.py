@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from .config import ServerConfig
+from .config import MAX_IMM_SLOTS, SIGNAL_MODES, ServerConfig
 from .connection import Endpoint
 from .control import Channel
-from .device_structs import SIGNAL_ADD, SIGNAL_WRITE, ServerSlot
+from .device_structs import SIGNAL_WRITE_IMM, ServerSlot
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
 from .link import DATA_PROTOCOL, check_signal_mode, parse_hex, parse_wire, wire_field
 from .message import ReplyMode, SlotShape
+from .pacing import Pace, shares
 
 
 class ClientLink:
@@ -31,7 +33,19 @@ class ClientLink:
         self.endpoint: Endpoint | None = None
         self.last_seq = [0] * shape.num_slots
         self.previous_reply_seq = [0] * shape.num_slots
+        self.wanted_bytes = Pace.of(shape).window_bytes
+        self.credit = 0  # what it was told last
+        self.num_refused = 0
         self.closed = False
+
+    def grant(self, credit: int) -> None:
+        """Tells the client how many bytes it may have on their way, if that is news.
+
+        Raises ProtocolError or WaitTimeout if it cannot be told: it is gone, or does not read.
+        """
+        if credit != self.credit:
+            self.credit = credit
+            self.channel.send({"type": "credit", "credit": credit}, timeout=0.05)
 
     def fill_slot(self, entry: ServerSlot, slot_idx: int) -> None:
         """Writes the device's view of one slot."""
@@ -59,12 +73,25 @@ class ClientLink:
                 self.endpoint.close()
 
 
+def share_credit(clients: Sequence[ClientLink], config: ServerConfig) -> list[ClientLink]:
+    """Tells the clients what they may have on their way; returns those that take no messages."""
+    parts = shares(config.max_inflight_bytes, [link.wanted_bytes for link in clients])
+    stuck = []
+    for link, credit in zip(clients, parts, strict=True):
+        try:
+            link.grant(credit)
+        except (ExpertwireError, OSError):
+            stuck.append(link)
+    return stuck
+
+
 def admit(
     hca: Hca, channel: Channel, *, model: dict[str, Any], server_id: str, config: ServerConfig,
-    timeout: float,
+    timeout: float, others: Sequence[ClientLink],
 ) -> ClientLink:
     """Answers one client's connect request, after the channel's authentication.
 
+    others: the clients that it will share the server's budget with.
     A request that does not fit is answered with the reason. Raises ExpertwireError after that.
     """
     endpoint = None
@@ -79,6 +106,8 @@ def admit(
             recv_bytes=shape.num_slots * shape.request_slot_bytes, num_qps=int(request["num_qps"]),
             depth=config.queue_depth, timeout_ns=int(config.reply_timeout * 1e9),
         )
+        if link.signal_mode == SIGNAL_WRITE_IMM and link.do_ibgda:
+            endpoint.watch_immediates(shape.request_slot_bytes, shape.num_slots)
         memory = MemoryHandle.unpack(parse_hex(request, "memory"))
         if memory.num_bytes < shape.num_slots * shape.reply_slot_bytes:
             raise HandleError("the client offers less reply memory than its slots need")
@@ -87,9 +116,11 @@ def admit(
             ConnectionHandle.unpack(parse_hex(request, "connection")), memory, taken,
             parse_wire(request),
         )
+        wants = [other.wanted_bytes for other in [*others, link]]
+        link.credit = shares(config.max_inflight_bytes, wants)[-1]
         channel.send(
             {
-                "type": "connected", "server_id": server_id,
+                "type": "connected", "server_id": server_id, "credit": link.credit,
                 "connection": endpoint.connection_handle().pack().hex(),
                 "memory": endpoint.memory_handle().pack().hex(), **wire_field(endpoint),
             },
@@ -151,8 +182,10 @@ def check_request(request: dict, model: dict, config: ServerConfig) -> SlotShape
             f"{largest} bytes of slots; the limit is {config.max_slot_bytes}: lower max_rows or "
             "num_slots at the client, or raise max_slot_bytes at the server"
         )
-    if request.get("signal_mode") not in (SIGNAL_WRITE, SIGNAL_ADD):
+    if request.get("signal_mode") not in SIGNAL_MODES.values():
         raise ProtocolError(f"unknown signal mode {request.get('signal_mode')!r}")
+    if request["signal_mode"] == SIGNAL_WRITE_IMM and shape.num_slots > MAX_IMM_SLOTS:
+        raise ConfigError(f"{shape.num_slots} slots; with immediates at most {MAX_IMM_SLOTS}")
     num_qps, client_id = request.get("num_qps"), request.get("client_id")
     if not isinstance(num_qps, int) or not 1 <= num_qps <= 64:
         raise ProtocolError(f"{num_qps!r} queue pairs; from 1 to 64 are possible")

@@ -45,6 +45,9 @@ MAX_TRIES = 8  # a chunk is sent at most this often before its last error is rai
 def receive(client: Client, flight: Flight, chunk: Chunk) -> None:
     """Waits for one chunk and combines it, sending it again while other servers can serve it.
 
+    NOT_HELD: the routing table was older than what the server holds, which can only be if the
+    registry was away from here; as for a lost server, others are asked.
+
     Raises the error of the last try: ServerLostError, WaitTimeout, RejectedError, NoServerError.
     """
     for attempt in range(MAX_TRIES):
@@ -55,8 +58,12 @@ def receive(client: Client, flight: Flight, chunk: Chunk) -> None:
             combine(client, flight, chunk)
             client.dropped.update(chunk.dropped)
             return
-        except (ServerLostError, WaitTimeout, HcaError) as err:
+        except (ServerLostError, WaitTimeout, HcaError, RejectedError) as err:
+            if isinstance(err, RejectedError) and err.reason != Reason.NOT_HELD:
+                raise  # another server would refuse it, too
             assert flight.table is not None
+            if isinstance(err, HcaError):
+                client.errors[f"{err.syndrome:#04x}"] += 1
             for s in flight.failed:
                 client.links.mark_lost(flight.table.links[s], str(err))
             if attempt + 1 == MAX_TRIES:
@@ -269,4 +276,6 @@ def client_stats(client: Client) -> dict[str, Any]:
         "retries": client.num_retries,  # chunks sent again
         "lost": client.links.num_lost,  # times that a server was given up
         "dropped": {"pairs": client.dropped.total(), "experts": dict(client.dropped)},
+        "errors": dict(client.errors),  # error completions, by syndrome
+        "queue_depth": client.queue_depth,
     }

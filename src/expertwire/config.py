@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .device_structs import SIGNAL_ADD, SIGNAL_WRITE
+from .device_structs import SIGNAL_ADD, SIGNAL_WRITE, SIGNAL_WRITE_IMM
 from .errors import ConfigError
 
-SIGNAL_MODES = {"write": SIGNAL_WRITE, "add": SIGNAL_ADD}
+SIGNAL_MODES = {"write": SIGNAL_WRITE, "add": SIGNAL_ADD, "write_imm": SIGNAL_WRITE_IMM}
+MAX_IMM_SLOTS = 64  # receives of one connection: each slot must have one
 ON_MISSING = ("raise", "drop", "wait")
 ON_FULL = ("wait", "raise")
 HCAS = ("soft", "ucx")
@@ -24,7 +25,9 @@ class ClientConfig:
     batch_invariant: bool = True  # one reply row per (token, expert), summed in slot order here
     fp8: bool = False  # send hidden rows as e4m3 with one fp32 scale per 128 elements
     do_ibgda: bool = True  # False: store straight into the mapped slot of the peer
-    signal_mode: str = "write"  # "write" or "add" (masked fetch-add)
+    # How a flag is set: "write", or where writes may pass each other "add" (masked fetch-add) or
+    # "write_imm" (write with immediate, at most 64 slots); replies too
+    signal_mode: str = "write"
     num_qps: int = 1
     queue_depth: int = 1024  # work-queue blocks per queue pair, a power of two
     connect_timeout: float = 5.0  # until the experts of a batch are held by somebody reachable
@@ -53,6 +56,9 @@ class ClientConfig:
             raise ConfigError("stores into the peer's memory (do_ibgda=False, --direct) need one "
                               'host: with hca="ucx" leave do_ibgda on')
         _check_choice(self, "signal_mode", SIGNAL_MODES)
+        if self.signal_mode == "write_imm" and self.num_slots > MAX_IMM_SLOTS:
+            raise ConfigError(f'signal_mode "write_imm" has at most {MAX_IMM_SLOTS} num_slots, '
+                              f"not {self.num_slots}")
         _check_choice(self, "on_missing", ON_MISSING)
         _check_choice(self, "on_full", ON_FULL)
         _check_depth(self.queue_depth)
@@ -73,17 +79,21 @@ class ServerConfig:
     max_connections: int = 1024
     max_slot_bytes: int = 1 << 32  # memory one client may ask for, per direction
     max_experts_per_row: int = 64
+    max_inflight_bytes: int = 1 << 28  # on their way here from all clients together (pacing.py)
     num_threads: int | None = field(default=None)  # torch threads; None: leave as it is
+    room: int | None = None  # experts there is memory for, for `rebalance`; None: as many as held
 
     def __post_init__(self) -> None:
         _check_positive(
-            self, "max_batch_rows", "max_connections", "max_experts_per_row", "max_slot_bytes"
+            self, "max_batch_rows", "max_connections", "max_experts_per_row", "max_slot_bytes",
+            "max_inflight_bytes",
         )
         _check_choice(self, "hca", HCAS)
         if self.listen is not None and self.hca != "ucx":
             raise ConfigError('listen is for hca="ucx": clients of one host need no address')
-        if self.num_threads is not None:
-            _check_positive(self, "num_threads")
+        for name in ("num_threads", "room"):
+            if getattr(self, name) is not None:
+                _check_positive(self, name)
         _check_times(self, "idle_timeout", "reply_timeout")
         _check_spin(self.spin_us)
         _check_depth(self.queue_depth)

@@ -19,26 +19,45 @@ one peer may write (and nobody else, so a peer can never touch another's slots).
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
 
 from .device_structs import (
-    DOORBELL_REGISTER,
+    DOORBELL_MODES,
     SCOPE_SYSTEM,
     IbgdaKey,
     IbgdaPeer,
     IbgdaQp,
 )
-from .errors import HandleError
+from .errors import ConfigError, HandleError, HcaError
 from .handles import ConnectionHandle, MemoryHandle, WireHandle
 from .hca.interface import Hca, Peer
+from .hca.ring import dump_path, write_ring
 from .memory import (
     ACCESS_LOCAL_WRITE,
     ACCESS_REMOTE_ATOMIC,
     ACCESS_REMOTE_READ,
     ACCESS_REMOTE_WRITE,
 )
+
+
+def configured_doorbell() -> int:
+    """How device code rings: EXPERTWIRE_DOORBELL, the register if it is not set.
+
+    Raises ConfigError if it names no way.
+    """
+    name = os.environ.get("EXPERTWIRE_DOORBELL", "register")
+    if name not in DOORBELL_MODES:
+        raise ConfigError(f"EXPERTWIRE_DOORBELL must be one of {', '.join(DOORBELL_MODES)}, "
+                          f"not {name!r}")
+    return DOORBELL_MODES[name]
+
+
+log = logging.getLogger("expertwire.connection")
 
 SCRATCH_BYTES = 64  # at the end of the send region: where atomics put the old value
 
@@ -48,8 +67,10 @@ class Endpoint:
 
     def __init__(
         self, hca: Hca, *, send_bytes: int, recv_bytes: int, num_qps: int = 1, depth: int = 1024,
-        timeout_ns: int = 5_000_000_000, doorbell_mode: int = DOORBELL_REGISTER,
+        timeout_ns: int = 5_000_000_000, doorbell_mode: int | None = None,
     ):
+        if doorbell_mode is None:
+            doorbell_mode = configured_doorbell()
         self.hca = hca
         self.peer: Peer | None = None
         self.remote: MemoryHandle | None = None
@@ -70,10 +91,14 @@ class Endpoint:
         self._qp_states = (IbgdaQp * num_qps)()
         for state, qp in zip(self._qp_states, self._qps, strict=True):
             info = qp.info
+            if ctypes.c_uint8.from_address(info.cq_addr + 63).value != 0xFF:
+                self.close()  # a zero there would read as "entry 0 has completed"
+                raise HcaError(f"completion queue of queue pair {info.qpn:#x} not filled with 0xff")
             state.sq_addr, state.dbrec_addr = info.sq_addr, info.dbrec_addr
             state.doorbell_addr, state.cq_addr = info.uar_addr + 0x800, info.cq_addr
             state.qpn, state.num_wqe = info.qpn, info.num_wqe
             state.scope, state.doorbell_mode = SCOPE_SYSTEM, doorbell_mode
+            state.proxy_addr = info.proxy_addr
             state.scratch_addr = self.send.addr + send_bytes
             state.scratch_lkey_be = socket.htonl(self._send_mr.lkey)
         self._local_keys = (IbgdaKey * 1)()
@@ -158,12 +183,21 @@ class Endpoint:
             return self.hca.connect_peer(self._window, wire)
         if wire is not None or len(fds) != 3:
             raise HandleError(f"a connection comes with 3 file descriptors, not {len(fds)}")
-        actual = os.fstat(fds[2]).st_size
+        self._check_size(fds[2], memory)
+        return self.hca.import_peer(fds[0], fds[1], [fds[2]])
+
+    @staticmethod
+    def _check_size(fd: int, memory: MemoryHandle) -> None:
+        actual = os.fstat(fd).st_size
         if actual < memory.num_bytes:
             raise HandleError(
                 f"the peer's memory has {actual} bytes, its handle says {memory.num_bytes}"
             )
-        return self.hca.import_peer(fds[0], fds[1], [fds[2]])
+
+    def watch_immediates(self, slot_bytes: int, num_slots: int) -> None:
+        """The peer signals by write with immediate: its immediates are numbers of `recv` slots,
+        and set their flags. Before `connect`."""
+        self._window.watch(self.recv.addr, slot_bytes, num_slots)
 
     def first_error(self) -> tuple[int, int]:
         """(syndrome, work-queue entry) of the first error completion; (0, 0) if there is none."""
@@ -179,11 +213,37 @@ class Endpoint:
         if self.peer is not None:
             self.peer.notify()
 
+    def dump(self, path: str | Path, name: str = "") -> None:
+        """Writes the send queues' rings to a file, for `expertwire wqe decode`.
+
+        name: shown with them. Raises OSError.
+        """
+        with open(path, "wb") as out:
+            self.dump_to(out, name)
+
+    def dump_to(self, out: BinaryIO, name: str = "") -> None:
+        """Appends the rings to an open file."""
+        for state in self._qp_states:
+            write_ring(out, state, name)
+
+    def _dump_if_wanted(self) -> None:
+        folder = os.environ.get("EXPERTWIRE_DUMP")
+        if not folder:
+            return
+        try:
+            self.dump(dump_path(folder, self._qps[0].info.qpn))
+        except OSError as err:  # closing goes on
+            log.warning("EXPERTWIRE_DUMP=%s: %s", folder, err)
+
     def close(self) -> None:
-        """Revokes the keys and gives back queue pairs, mappings and memory. Idempotent."""
+        """Revokes the keys and gives back queue pairs, mappings and memory. Idempotent.
+
+        With EXPERTWIRE_DUMP=FOLDER the rings are written there first.
+        """
         if self._closed:
             return
         self._closed = True
+        self._dump_if_wanted()
         for qp in self._qps:
             qp.destroy()
         if self.peer is not None:

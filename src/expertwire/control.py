@@ -34,6 +34,7 @@ from .channel import (
     format_address,
     frame_length,
     parse_address,
+    receive_frame,
 )
 from .credentials import (
     CONTROL_PROTOCOL,
@@ -47,6 +48,7 @@ from .credentials import (
     token_path,
 )
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
+from .tls import TlsSocket, client_context, connect_tls
 
 HANDSHAKE_SECONDS = 5.0
 MAX_HANDSHAKES = 64  # accepted but not authenticated yet, per listener
@@ -95,7 +97,7 @@ def _left(deadline: float) -> float:
 
 
 def _authenticated(
-    sock: socket.socket, token: bytes, deadline: float, peer: str,
+    sock: socket.socket | TlsSocket, token: bytes, deadline: float, peer: str,
     stopped: threading.Event | None = None,
 ) -> Channel:
     channel = Channel(sock, stopped)
@@ -106,7 +108,8 @@ def _authenticated(
         channel.close()
         raise WaitTimeout(
             f"{peer} accepts connections but did not finish the handshake within {timeout:.1f} s; "
-            "is it an expertwire process, and is it running (not stopped or overloaded)?",
+            "is it an expertwire process, and is it running (not stopped or overloaded)? Does it "
+            "want TLS (EXPERTWIRE_TLS_CA)?",
             "handshake", peer,
         ) from None
     except ExpertwireError as err:
@@ -121,11 +124,12 @@ def _authenticated(
 
 def connect_tcp(
     address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS,
-    stopped: threading.Event | None = None, who: str = "",
+    stopped: threading.Event | None = None, server: bool = False,
 ) -> Channel:
     """An authenticated channel to a registry at HOST:PORT, within `timeout` seconds in all.
 
-    who: what should be running there, for the error; default the registry.
+    server: it is a server's data connection instead. To a registry it is over TLS if
+    EXPERTWIRE_TLS_CA is set (tls.py).
 
     Raises ConfigError for a malformed address, WaitTimeout when nobody answers in time or the
     port is closed (also within 0.1 s of `stopped` being set), AuthError, ProtocolError.
@@ -133,6 +137,7 @@ def connect_tcp(
     host, port = parse_address(address)
     if port == 0:
         raise ConfigError(f"{address!r}: nobody can listen on port 0; name the registry's port")
+    tls = None if server else client_context()
     deadline = time.monotonic() + timeout
     reason = "no address"
     try:
@@ -145,10 +150,12 @@ def connect_tcp(
         sock = socket.socket(family, socket.SOCK_STREAM)
         reason = _connect(sock, place, share, stopped)
         if not reason:
-            return _authenticated(sock, token, deadline, address, stopped)
+            secure = connect_tls(sock, tls, host, deadline, address, stopped) if tls else sock
+            return _authenticated(secure, token, deadline, address, stopped)
         sock.close()
-    who = who or f"the registry running there (expertwire registry --listen {address})"
-    raise WaitTimeout(f"nothing answers at {address}: {reason}; is {who}?", "connect", address)
+    hint = ("is the server still there, and may its host be reached" if server else
+            f"is the registry running there (expertwire registry --listen {address})")
+    raise WaitTimeout(f"nothing answers at {address}: {reason}; {hint}?", "connect", address)
 
 
 def _connect(
@@ -357,5 +364,5 @@ __all__ = [
     "check_proof",
     "connect_tcp", "connect_unix", "decode_body", "encode_frame", "format_address", "frame_length",
     "handshake_accept", "handshake_connect", "hello", "listen_unix", "load_token", "parse_address",
-    "peer_uid", "proof", "refusal", "set_tcp_options", "token_path",
+    "peer_uid", "proof", "receive_frame", "refusal", "set_tcp_options", "token_path",
 ]

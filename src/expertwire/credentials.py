@@ -68,14 +68,22 @@ def _read_token(file: Path) -> bytes:
     # is read, not of whatever has the name a moment later.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        mode = os.fstat(descriptor).st_mode & 0o777
-        if mode & 0o077:
-            raise AuthError(
-                f"{file} can be read by others (mode {mode:04o}); run: chmod 600 {file}"
-            )
+        _refuse_readable(file, os.fstat(descriptor).st_mode)
         return _checked(os.read(descriptor, MAX_TOKEN_BYTES + 1), str(file))
     finally:
         os.close(descriptor)
+
+
+def private_file(file: str | Path) -> None:
+    """Raises AuthError if others than its owner may use the file, OSError if it is not there."""
+    _refuse_readable(file, os.stat(file).st_mode)
+
+
+def _refuse_readable(file: str | Path, mode: int) -> None:
+    if mode & 0o077:
+        raise AuthError(
+            f"{file} can be read by others (mode {mode & 0o777:04o}); run: chmod 600 {file}"
+        )
 
 
 def _create_token(file: Path) -> None:

@@ -125,7 +125,7 @@ def connect_data(
     if not hca.network:
         raise ConfigError('the server is reached through UCX: use hca="ucx" (--hca ucx)')
     place = with_zone(parts.netloc, registry)
-    return connect_tcp(place, token, timeout, stopped, who=f"the server at {place} reachable")
+    return connect_tcp(place, token, timeout, stopped, server=True)
 
 
 def with_zone(address: str, registry: str) -> str:

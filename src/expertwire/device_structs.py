@@ -22,9 +22,13 @@ STAGE_NAMES = {
     9: "reply", 10: "combine",
 }
 STATUS_COMPLETION_ERROR, STATUS_TIMEOUT, STATUS_BAD_ARGUMENT = 2, 3, 6
-STATUS_TOO_MANY_SERVERS = 5
+STATUS_TOO_MANY_SERVERS, STATUS_PEER_LOST = 5, 7
+LOST_DISCONNECTED = 2  # client_failover.cuh: LostServer
 
 DOORBELL_REGISTER, DOORBELL_RECORD_ONLY, DOORBELL_PROXY = 0, 1, 2
+DOORBELL_MODES = {
+    "register": DOORBELL_REGISTER, "record": DOORBELL_RECORD_ONLY, "proxy": DOORBELL_PROXY,
+}
 SIGNAL_WRITE, SIGNAL_ADD, SIGNAL_WRITE_IMM = 0, 1, 2
 
 
@@ -96,6 +100,7 @@ class ClientRouteArgs(ctypes.Structure):
         ("tables", RouteTables), ("num_skipped", c_uint64), ("missing_expert", c_uint64),
         ("id_bytes", c_uint32), ("num_tokens", c_uint32), ("experts_per_row", c_uint32),
         ("num_experts", c_uint32), ("max_replicas", c_uint32), ("reply_mode", c_uint32),
+        ("rotation", c_uint32), ("reserved", c_uint32),
     )
 
 
@@ -106,7 +111,7 @@ class ClientPackArgs(ctypes.Structure):
         ("ids_stride", c_uint64), ("topk_weights", c_uint64), ("weights_stride", c_uint64),
         ("scales", c_uint64), ("scales_stride", c_uint64), ("missing_expert", c_uint64),
         ("id_bytes", c_uint32),
-        ("reserved", c_uint32),
+        ("reserved", c_uint32), ("seq", c_uint64),
     )
 
 
@@ -114,7 +119,7 @@ class ClientPutArgs(ctypes.Structure):
     _fields_ = (
         ("servers", c_uint64), ("tables", RouteTables), ("shape", MessageShape),
         ("status", c_uint64), ("missing_expert", c_uint64), ("max_loaded_servers", c_uint32),
-        ("signal_mode", c_uint32),
+        ("signal_mode", c_uint32), ("seq", c_uint64),
     )
 
 
@@ -130,7 +135,14 @@ class ClientCombineArgs(ctypes.Structure):
 class ClientSendArgs(ctypes.Structure):
     _fields_ = (
         ("route", ClientRouteArgs), ("pack", ClientPackArgs), ("seq", c_uint64),
-        ("arrived", c_uint64),
+        ("arrived", c_uint64), ("counts", c_uint64), ("only_if", c_uint64),
+    )
+
+
+class ClientFailoverArgs(ctypes.Structure):
+    _fields_ = (
+        ("wait", ClientCombineArgs), ("expert_servers", c_uint64), ("lost", c_uint64),
+        ("resend", c_uint64), ("num_experts", c_uint32), ("max_replicas", c_uint32),
     )
 
 
@@ -219,6 +231,10 @@ class ServerReplyArgs(ctypes.Structure):
     )
 
 
+class ServerEchoArgs(ctypes.Structure):
+    _fields_ = (("poll", ServerPollArgs), ("reply", ServerReplyArgs), ("seen", c_uint64))
+
+
 class IbgdaOperation(ctypes.Structure):
     _fields_ = (
         ("remote_addr", c_uint64), ("local_addr", c_uint64), ("num_bytes", c_uint64),
@@ -252,7 +268,7 @@ class HcaQueue(ctypes.Structure):
         ("num_cqe_written", c_uint64), ("last_register", c_uint64 * 2), ("last_proxy", c_uint64),
         ("last_record", c_uint32), ("first_syndrome", c_uint32), ("first_error_idx", c_uint64),
         ("num_executed", c_uint64), ("num_errors", c_uint64), ("num_bytes", c_uint64),
-        ("reserved", c_uint64),
+        ("remote_shift", c_uint64),
     )
 
 
@@ -273,6 +289,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "client_send_direct": ClientSendArgs,
     "client_wait": ClientCombineArgs,
     "client_combine": ClientCombineArgs,
+    "client_failover": ClientFailoverArgs,
     "server_poll": ServerPollArgs,
     "server_gather": ServerGatherArgs,
     "server_group": ServerGatherArgs,
@@ -280,6 +297,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "server_reply_ibgda": ServerReplyArgs,
     "server_reply_direct": ServerReplyArgs,
     "server_reply_in_place": ServerReplyArgs,
+    "server_echo_in_place": ServerEchoArgs,
     "ibgda_run": IbgdaRunArgs,
     "gpu_hca": GpuHcaArgs,
 }

@@ -9,7 +9,7 @@ from typing import Any
 from .control import load_token
 from .errors import ExpertwireError, WaitTimeout
 from .question import ask
-from .status import expert_ranges
+from .status_tables import expert_ranges
 
 LOOK_SECONDS = 0.1
 

@@ -9,7 +9,10 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 # Okabe-Ito, readable with colour-blindness.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8C8C8C")
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8C8C8C",
+           "#6A3D9A", "#5D4037")
+NOTHING = "between stages"  # has a colour of its own, and does not look like work
+NOTHING_COLOUR = "#A3AAB8"
 WIDTH, LEFT, RIGHT, TOP = 1200, 170, 50, 92
 LEGEND_HEIGHT = 22  # of a row of it, below the first
 LANE_HEIGHT, LANE_GAP = 34, 12
@@ -27,16 +30,30 @@ class Span:
     end_us: float
 
 
-def draw_step(path: str | Path, spans: Sequence[Span], title: str) -> None:
+@dataclass(frozen=True)
+class Arrow:
+    """Something that goes from one lane to another, in microseconds as the spans."""
+
+    lane: str
+    at_us: float
+    to_lane: str
+    to_us: float
+
+
+def draw_step(
+    path: str | Path, spans: Sequence[Span], title: str, arrows: Sequence[Arrow] = ()
+) -> None:
     """Writes an SVG: a lane per actor, a colour per stage, and a bar of the first lane's shares."""
-    Path(path).write_text(step_svg(spans, title))
+    Path(path).write_text(step_svg(spans, title, arrows))
 
 
-def step_svg(spans: Sequence[Span], title: str) -> str:
+def step_svg(spans: Sequence[Span], title: str, arrows: Sequence[Arrow] = ()) -> str:
     """The picture as SVG text."""
     lanes = list(dict.fromkeys(span.lane for span in spans))
     names = list(dict.fromkeys(span.name for span in spans))
-    colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    stages = [name for name in names if name != NOTHING]
+    colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(stages)}
+    colour[NOTHING] = NOTHING_COLOUR
     end = max((span.end_us for span in spans), default=1.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / end
     shown_legend, num_rows = legend(names, colour)
@@ -51,10 +68,13 @@ def step_svg(spans: Sequence[Span], title: str) -> str:
         *shown_legend,
         *axis(end, scale, top, lanes_bottom),
     ]
-    for i, lane in enumerate(lanes):
+    for i in range(len(lanes)):
         y = top + i * (LANE_HEIGHT + LANE_GAP)
         out.append(f"<rect x='{LEFT}' y='{y}' width='{WIDTH - LEFT - RIGHT}' "
                    f"height='{LANE_HEIGHT}' fill='#f4f5f7'/>")
+    out += [line(arrow, lanes, top, scale) for arrow in arrows]
+    for i, lane in enumerate(lanes):
+        y = top + i * (LANE_HEIGHT + LANE_GAP)
         out.append(text(LEFT - 12, y + LANE_HEIGHT / 2 + 5, fitted(lane, LEFT - 24),
                         anchor="end"))
         for span in merged([s for s in spans if s.lane == lane], scale):
@@ -144,6 +164,17 @@ def box(span: Span, y: float, scale: float, colour: str) -> str:
         drawn += text(x + width / 2, y + LANE_HEIGHT / 2 + 4, label, size=11, anchor="middle",
                       fill="#ffffff")
     return drawn
+
+
+def line(arrow: Arrow, lanes: Sequence[str], top: float, scale: float) -> str:
+    """From one lane's edge to the other's, ending in a dot."""
+    a, b = lanes.index(arrow.lane), lanes.index(arrow.to_lane)
+    down = b > a
+    y1 = top + a * (LANE_HEIGHT + LANE_GAP) + (LANE_HEIGHT if down else 0)
+    y2 = top + b * (LANE_HEIGHT + LANE_GAP) + (0 if down else LANE_HEIGHT)
+    x1, x2 = LEFT + arrow.at_us * scale, LEFT + arrow.to_us * scale
+    return (f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='#1f2430' "
+            f"stroke-width='1.2'/><circle cx='{x2:.1f}' cy='{y2:.1f}' r='2.5' fill='#1f2430'/>")
 
 
 def shares(spans: Sequence[Span], lane: str, y: float, colour: dict[str, str]) -> list[str]:

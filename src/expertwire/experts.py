@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
@@ -23,6 +24,8 @@ SIMD_ELEMENTS = 64  # a row of a multiple of this many elements leaves no rest, 
 DEFAULT_GATES = ("transformers.integrations.moe", f"{__package__}.plain_experts")
 SILU = torch.nn.SiLU()
 GRAIN_ELEMENTS = 32768  # torch splits larger tensors among threads, anywhere (at::internal)
+
+PER_EXPERT = ("_first", "_down", "_first_bias", "_down_bias")  # of a layer: a list each
 
 
 def parse_experts(text: str, num_experts: int) -> list[int]:
@@ -123,6 +126,22 @@ class ExpertLayer:
     def num_bytes(self) -> int:
         return sum(w.numel() * w.element_size() for w in [*self._first, *self._down])
 
+    def chosen(self, places: Sequence[int], other: ExpertLayer | None = None) -> ExpertLayer:
+        """A layer of some experts (indices) of this one, or of this one's and then another's."""
+        layer = copy.copy(self)
+        for name in PER_EXPERT:
+            weights = getattr(self, name) + (getattr(other, name) if other is not None else [])
+            setattr(layer, name, [weights[i] for i in places])
+        return layer
+
+    def unstack(self) -> None:
+        """Gives each expert memory of its own: a slice keeps the whole stack. Bits stay.
+
+        While it runs, a reader finds each weight in its old or in its new place.
+        """
+        for name in PER_EXPERT:
+            setattr(self, name, [_own(weight) for weight in getattr(self, name)])
+
 
 class ExpertShard:
     """What one server holds: the same experts of every layer."""
@@ -141,6 +160,30 @@ class ExpertShard:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def extended(self, other: ExpertShard) -> ExpertShard:
+        """These experts and those of another shard of the same model; no weights are copied."""
+        return self._chosen([*self.experts, *other.experts], other)
+
+    def without(self, experts: Sequence[int]) -> ExpertShard:
+        """All but these experts. Their memory goes with this shard, once it is `unstack`ed."""
+        gone = set(experts)
+        return self._chosen([e for e in self.experts if e not in gone])
+
+    def _chosen(self, experts: list[int], other: ExpertShard | None = None) -> ExpertShard:
+        held = [*self.experts, *(other.experts if other is not None else [])]
+        places = [held.index(e) for e in sorted(experts)]
+        others = other.layers if other is not None else [None] * self.num_layers
+        layers = [a.chosen(places, b) for a, b in zip(self.layers, others, strict=True)]
+        shard = ExpertShard(layers, sorted(experts), self.hidden_size, self.dtype)
+        if "_limits" in self.__dict__:  # found on weights of the same sizes
+            shard.__dict__["_limits"] = self._limits
+        return shard
+
+    def unstack(self) -> None:
+        """See ExpertLayer.unstack; takes one layer's memory more while it runs."""
+        for layer in self.layers:
+            layer.unstack()
 
     def run(
         self, layer: int, rows: torch.Tensor, offsets: Sequence[int], batch_invariant: bool = True
@@ -230,6 +273,13 @@ def tried_counts(num_elements: int) -> Sequence[int]:
     if num_elements <= 1 << 20:
         return range(MAX_ROWS - 1, 0, -1)
     return (63, 48, 33, 32, 31, 17, 16, 15, 9, 8, 7, 6, 5, 4, 3, 2, 1)
+
+
+def _own(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """The weight with the same strides, in a storage that holds nothing else."""
+    if weight is None or weight.untyped_storage().nbytes() == weight.nbytes:
+        return weight
+    return weight.clone(memory_format=torch.preserve_format)
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def generate(
     """
     if not prompt:
         raise ConfigError("the prompt is empty; give some text to continue")
-    inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     streamer = TokenStreamer(tokenizer, stream)
     options: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
@@ -106,21 +106,23 @@ def load_tokenizer(path: str) -> Any:
 def run_generate(
     model_path: str, prompt: str, registry: str, *, max_new_tokens: int, temperature: float,
     seed: int | None, as_json: bool, token: bytes, dtype: str | None, config: ClientConfig,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """`expertwire generate`: loads the attention side, streams to stdout, returns the facts.
 
-    What is wrong with the folder is said first, before servers are looked for.
+    device: of the attention side, "cpu", "cuda" or "cuda:N". What is wrong with the folder is said
+    first, before servers are looked for.
     """
     from . import transformers as integration
-    from .client import Client
-    from .serve import load_progress
+    from .attention import open_client
+    from .serve import load_progress, parse_device
 
+    gpu = parse_device(device)
     integration.check_folder(model_path)
     tokenizer = load_tokenizer(model_path)
-    with Client(registry, token=token, config=config) as client:
-        client.wait_ready()
+    with open_client(registry, device=gpu, token=token, config=config) as client:
         model = integration.load(
-            model_path, client, dtype=dtype, progress=load_progress("attention side")
+            model_path, client, dtype=dtype, device=gpu, progress=load_progress("attention side")
         )
         stream = None if as_json else sys.stdout
         result = generate(

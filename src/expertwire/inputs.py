@@ -55,16 +55,21 @@ class InputCheck:
     def __call__(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        """Raises ConfigError that says what does not fit."""
-        shape, ids_shape = hidden.shape, ids.shape
-        fits = (
-            len(shape) == 2 and shape[1] == self.hidden_size
-            and hidden.dtype is self.dtype and self._is_here(hidden)
-            and len(ids_shape) == 2 and ids_shape[0] == shape[0] and ids_shape == weights.shape
-            and ids.dtype in ID_TYPES and weights.is_floating_point()
-            and self._is_here(ids) and self._is_here(weights)
-            and 1 <= ids_shape[1] <= self.max_top_k and 0 <= layer < self.num_layers
-        )
+        """Raises ConfigError that says what was expected, also for what is no tensor."""
+        try:
+            shape, ids_shape = hidden.shape, ids.shape
+            fits = (
+                len(shape) == 2 and shape[1] == self.hidden_size
+                and hidden.dtype is self.dtype and self._is_here(hidden)
+                and len(ids_shape) == 2 and ids_shape[0] == shape[0] and ids_shape == weights.shape
+                and ids.dtype in ID_TYPES and weights.is_floating_point()
+                and self._is_here(ids) and self._is_here(weights)
+                and hidden.layout is ids.layout is weights.layout is torch.strided
+                and 1 <= ids_shape[1] <= self.max_top_k
+                and isinstance(layer, int) and 0 <= layer < self.num_layers
+            )
+        except (AttributeError, TypeError):  # lists, numpy arrays
+            fits = False
         if not fits:
             raise ConfigError(self._problem(layer, hidden, ids, weights))
 
@@ -75,6 +80,17 @@ class InputCheck:
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> str:
         name = self.model["name"]
+        if not isinstance(layer, int):
+            return f"layer must be a whole number, not {type(layer).__name__}"
+        for what, tensor, shape in (
+            ("hidden", hidden, f"[T, {self.hidden_size}] {self.model['dtype']}"),
+            ("topk_ids", ids, "[T, K] int64 or int32"),
+            ("topk_weights", weights, "[T, K] floating point"),
+        ):
+            if not isinstance(tensor, torch.Tensor):
+                return f"{what} must be a torch tensor {shape}, not {type(tensor).__name__}"
+            if tensor.layout is not torch.strided:
+                return f"{what} must be a dense tensor, not {tensor.layout}"
         if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
             return f"hidden must be [T, {self.hidden_size}] for {name}, not {list(hidden.shape)}"
         if hidden.dtype != self.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -11,11 +12,12 @@ from .config import SIGNAL_MODES, ClientConfig
 from .connection import Endpoint
 from .control import Channel
 from .data_address import connect_data
-from .device_structs import SIGNAL_WRITE
-from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
+from .device_structs import SIGNAL_WRITE, SIGNAL_WRITE_IMM
+from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError, WaitTimeout
 from .handles import ConnectionHandle, MemoryHandle, WireHandle
 from .hca.interface import Hca
 from .message import SlotShape
+from .pacing import UNLIMITED
 from .patience import Patience, longest_wait
 
 DATA_PROTOCOL = 1
@@ -37,9 +39,23 @@ class ServerLink:
         self.channel = channel
         self.shape = shape
         self.lost = False
+        self.credit = UNLIMITED  # bytes that may be on their way to this server
         self.previous_seq = [0] * shape.num_slots  # what each request slot's flag holds
         self.patience = patience
         self.counters = patience.counters
+
+    def hear(self) -> None:
+        """Takes what the server says: a new credit. Raises ProtocolError once it is gone."""
+        with contextlib.suppress(WaitTimeout):
+            while True:
+                message, fds = self.channel.recv(0.0)
+                for fd in fds:
+                    os.close(fd)
+                self.grant(message.get("credit"))
+
+    def grant(self, credit: object) -> None:
+        if isinstance(credit, int) and not isinstance(credit, bool) and credit >= 0:
+            self.credit = credit
 
     def close(self) -> None:
         self.channel.close()
@@ -71,6 +87,8 @@ def open_link(
             recv_bytes=shape.num_slots * shape.reply_slot_bytes, num_qps=config.num_qps,
             depth=config.queue_depth, timeout_ns=int(longest_wait(config.reply_timeout) * 1e9),
         )
+        if SIGNAL_MODES[config.signal_mode] == SIGNAL_WRITE_IMM and config.do_ibgda:
+            endpoint.watch_immediates(shape.reply_slot_bytes, shape.num_slots)
         request = {
             "type": "connect", "data_protocol": DATA_PROTOCOL, "client_id": client_id,
             "client": client_name, "fingerprint": fingerprint,
@@ -99,7 +117,9 @@ def open_link(
             endpoint.close()
         raise
     channel.stopped = None
-    return ServerLink(server, endpoint, channel, shape, patience)
+    link = ServerLink(server, endpoint, channel, shape, patience)
+    link.grant(reply.get("credit"))
+    return link
 
 
 def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:
@@ -110,7 +130,7 @@ def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:
     if do_ibgda and signal_mode == SIGNAL_WRITE and hca.relaxed_ordering:
         raise ConfigError(
             'signal_mode "write" needs a path that keeps writes in order, and this one may not: '
-            'use "add"'
+            'use "add" or "write_imm"'
         )
 
 

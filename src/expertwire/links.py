@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from .config import ClientConfig
-from .errors import ConfigError, ExpertwireError, NoServerError
+from .errors import AuthError, ConfigError, ExpertwireError, NoServerError
 from .hca.interface import Hca
 from .link import ServerLink, open_link
 from .membership import Members, Membership, ServerInfo
 from .message import SlotShape
+from .pacing import UNLIMITED
 from .patience import Patience
 from .routing import RoutingTable
 
@@ -47,8 +48,10 @@ class Links:
         self.shape: SlotShape | None = None
         self.table = RoutingTable(0, 0, [])
         self.retired: list[ServerLink] = []  # in no table; `release` closes them when unused
+        self.released_epoch = 0  # set by `release`: no batch is routed by a table before it
         self.refusals: dict[str, str] = {}  # server id -> why it is not connected
         self.num_lost = 0
+        self.credit = UNLIMITED  # the least of all servers': a batch may go to any of them
         self._token = token
         self._client_id = client_id
         self._name = name
@@ -82,17 +85,20 @@ class Links:
     def wait(self, ready: Callable[[RoutingTable], bool], timeout: float) -> RoutingTable:
         """The table once `ready` holds, or as it is when the time is over.
 
-        Raises ConfigError once the client is closed.
+        Raises ConfigError once the client is closed, AuthError if the registry has another token.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not ready(self.table):
                 if self._stop.is_set():
                     raise ConfigError("the client was closed while it waited for servers")
+                failure = self.membership.failure
+                if isinstance(failure, AuthError) and not self.table.links:
+                    raise AuthError(str(failure))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, 0.1))
             return self.table
 
     def usable(self) -> RoutingTable:
@@ -175,15 +181,21 @@ class Links:
                     if key.data is None:
                         self._drain_wake()
                     else:
-                        self._end_of_file(selector, key.data)
+                        self._hear(selector, key.data)
                 if self._stop.is_set():
                     return
                 try:
                     self._follow(selector, self.membership.snapshot())
-                    if self.retired:
+                    if self.is_holding:
                         self._release()
+                    self.membership.acknowledge(self.released_epoch)
                 except Exception:  # our own bug must not end all news for good
                     log.exception("following the membership failed")
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether there is something to let go of: connections, or older tables."""
+        return bool(self.retired) or self.table.epoch > self.released_epoch
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -191,16 +203,20 @@ class Links:
                 pass
 
     def _next_look(self) -> float:
-        if self.retired:
+        if self.is_holding:
             return RELEASE_SECONDS
         now = time.monotonic()
         waits = [at - now for at in list(self._retry_at.values()) if at > now]
         return max(0.01, min([1.0, *waits]))
 
-    def _end_of_file(self, selector: selectors.BaseSelector, link: ServerLink) -> None:
-        """A server sends nothing after the handshake, so readable means closed."""
-        selector.unregister(link.channel)
-        self.mark_lost(link, "its connection closed")
+    def _hear(self, selector: selectors.BaseSelector, link: ServerLink) -> None:
+        """After the handshake a server says what credit it gives, and that it is gone."""
+        try:
+            link.hear()
+            self.credit = _least_credit(self.table)
+        except (ExpertwireError, OSError):
+            selector.unregister(link.channel)
+            self.mark_lost(link, "its connection closed")
 
     def _follow(self, selector: selectors.BaseSelector, members: Members) -> None:
         present = {server.server_id: server for server in members.servers}
@@ -255,14 +271,19 @@ class Links:
                 known.pop(address, None)
 
     def _connect_to(self, members: Members) -> None:
-        staying = [e for s in members.servers if not s.draining and s.server_id not in self.refusals
-                   for e in s.experts]
+        staying = {e for s in members.servers if not s.draining and s.server_id not in self.refusals
+                   for e in s.experts}
+        room = {True: MAX_RETRYING, False: MAX_CONNECTING}  # by whether it failed before
+        for address in self._connecting:
+            room[address in self._retry_at] -= 1
+        now = time.monotonic()
         for server in members.servers:
             if server.server_id in self._links or server.address in self._connecting:
                 continue
-            if time.monotonic() < self._retry_at.get(server.address, 0.0):
+            again = server.address in self._retry_at
+            if room[again] <= 0 or now < self._retry_at.get(server.address, 0.0):
                 continue
-            if server.draining and set(server.experts) <= set(staying):
+            if server.draining and staying.issuperset(server.experts):
                 continue
             # The keys of whoever had the seat before are revoked first.
             if any(link.seat == server.seat and link.address != server.address
@@ -270,15 +291,12 @@ class Links:
                 continue
             if self._stop.is_set():
                 return
-            again = server.address in self._retry_at
-            others = [a in self._retry_at for a in self._connecting]
-            if others.count(again) >= (MAX_RETRYING if again else MAX_CONNECTING):
-                continue
             try:
                 self._adopt_model(server.model)
             except (ExpertwireError, KeyError, TypeError, ValueError) as err:
                 self._refused(server, err)
                 continue
+            room[again] -= 1
             self._connecting[server.address] = thread = threading.Thread(
                 target=self._open, args=(server, self._patience_with(server.address)),
                 name="expertwire-connect", daemon=True,
@@ -349,4 +367,9 @@ class Links:
         num_experts = self.model["num_experts"] if self.model else 0
         with self._changed:
             self.table = RoutingTable(epoch, num_experts, self._links.values())
+            self.credit = _least_credit(self.table)
             self._changed.notify_all()
+
+
+def _least_credit(table: RoutingTable) -> int:
+    return min((link.credit for link in table.links), default=UNLIMITED)

@@ -27,6 +27,7 @@ from .device_structs import (
     KernelStatus,
     MessageShape,
     RouteTables,
+    ServerEchoArgs,
     ServerGatherArgs,
     ServerMessage,
     ServerModel,
@@ -147,6 +148,10 @@ class LoopbackServer:
             arrived=self.arrived.addr, hidden_size=shape.hidden_size,
             output_type=DATA_TYPES[shape.dtype], server_id=3,
         )
+        echo = ServerReplyArgs.from_buffer_copy(self.reply_args)
+        echo.expert_output = 0
+        self.seen = target.alloc(4)
+        self.echo = ServerEchoArgs(poll=self.poll, reply=echo, seen=self.seen.addr)
 
     def connect(self, client_reply: Block, wire: Wire, signal_mode: int, in_place: bool) -> None:
         slots = self.shape.slots
@@ -186,7 +191,8 @@ class Loopback:
     [T, K] float32. All are copied to the target. offset: bytes that the rows start off alignment.
     wire: makes one direction from (target, local memory, remote memory, timeout in ns). in_place:
     messages and replies are made in the other side's slot, and each launch of the `client_send`
-    kernel takes the next sequence number by itself.
+    kernel takes the next sequence number by itself. server_targets: where each server is, default
+    where the client is; each side must reach the other's memory.
     """
 
     def __init__(
@@ -194,12 +200,15 @@ class Loopback:
         topk_weights: torch.Tensor, scales: torch.Tensor | None = None, *, signal_mode: int = 0,
         offset: int = 0, timeout_ns: int = 2_000_000_000,
         wire: Callable[[Target, Block, Block, int], Wire] = Wire, in_place: bool = False,
+        server_targets: Sequence[Target] | None = None,
     ):
         self.target, self.shape = target, shape
         slots, num_servers = shape.slots, len(shape.shares)
         max_rows = slots.max_rows
         self.servers = [
-            LoopbackServer(target, shape, experts, timeout_ns) for experts in shape.shares
+            LoopbackServer(there, shape, experts, timeout_ns)
+            for there, experts in zip(server_targets or [target] * num_servers, shape.shares,
+                                      strict=True)
         ]
         self.send = [
             target.alloc_slot(slots.request_slot_bytes, UNTOUCHED) for _ in self.servers
@@ -215,7 +224,7 @@ class Loopback:
             reply.write(b"\0" * 16, reply.num_bytes - 16)
             to_server = wire(target, send, server.recv, timeout_ns)
             self.wires.append(to_server)
-            to_client = wire(target, server.reply, reply, timeout_ns)
+            to_client = wire(server.target, server.reply, reply, timeout_ns)
             server.connect(reply, to_client, signal_mode, in_place)
             entry.send_addr = server.recv.addr if in_place else send.addr
             entry.in_place, entry.request_slot_bytes = in_place, send.num_bytes
@@ -232,6 +241,7 @@ class Loopback:
         self.missing = target.place(np.array([-1], np.int32))
         self.status = target.alloc(ctypes.sizeof(KernelStatus))
         self.seq, self.arrived = target.alloc(8), target.alloc(4)
+        self.counts = target.alloc(num_servers * (max_rows + 1) * 8, UNTOUCHED)
         self.row_bytes = hidden.shape[1] * hidden.element_size()
         self.hidden = target.alloc(offset + hidden.shape[0] * self.row_bytes)
         self.hidden.write(hidden.contiguous().view(torch.uint8), offset)
@@ -296,7 +306,8 @@ class Loopback:
         )
 
         self.send_args = ClientSendArgs(
-            route=self.route, pack=self.pack, seq=self.seq.addr, arrived=self.arrived.addr
+            route=self.route, pack=self.pack, seq=self.seq.addr, arrived=self.arrived.addr,
+            counts=self.counts.addr,
         )
 
     def set_seq(self, seq: int) -> None:

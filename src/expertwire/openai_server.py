@@ -16,13 +16,16 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import transformers as integration
+from .attention import AttentionClient, open_client
 from .cli import stop_on_signals
-from .client import Client
 from .config import ClientConfig
 from .errors import ConfigError
+from .openai_errors import OpenAIErrors
 from .processes import follow_parent
-from .serve import load_progress
+from .serve import load_progress, parse_device
 
 START_SECONDS = 30.0  # for uvicorn to listen, once the model is loaded
 # Continuous batching without limits takes what memory the machine has for its key-value cache.
@@ -34,25 +37,28 @@ STOP_SECONDS = 0.3  # for answers that are still on their way when the server en
 
 def run_openai(
     model: str, registry: str, *, host: str, port: int, dtype: str | None, token: bytes,
-    continuous_batching: bool, client_config: ClientConfig,
+    continuous_batching: bool, client_config: ClientConfig, device: str = "cpu",
 ) -> None:
     """Serves a model's attention side under the OpenAI API until SIGTERM or Ctrl-C.
 
-    model: checkpoint folder; requests may name it by path or by the folder's name. Raises
+    model: checkpoint folder; requests may name it by path or by the folder's name. device:
+    of the attention side, "cpu", "cuda" or "cuda:N". Raises
     ConfigError if the serving extra is missing or the address is taken, CheckpointError,
     NoServerError.
     """
     require_serving()
+    gpu = parse_device(device)
     check_address(host, port)
     integration.check_folder(model)
     stop = threading.Event()
     stop_on_signals(stop.set)
     follow_parent(stop.set)
-    with Client(registry, token=token, name="openai", config=client_config) as client:
-        client.wait_ready()
+    with open_client(
+        registry, device=gpu, token=token, config=client_config, name="openai"
+    ) as client:
         serve = start_serve(
             model, client, host=host, port=port, dtype=dtype,
-            continuous_batching=continuous_batching,
+            continuous_batching=continuous_batching, device=gpu,
         )
         try:
             where = listening(serve.server, serve._thread)
@@ -93,21 +99,22 @@ def check_address(host: str, port: int) -> None:
 
 
 def start_serve(
-    model: str, client: Client, *, host: str, port: int, dtype: str | None,
-    continuous_batching: bool,
+    model: str, client: AttentionClient, *, host: str, port: int, dtype: str | None,
+    continuous_batching: bool, device: torch.device | None = None,
 ) -> Any:
     """transformers' Serve object, its HTTP server starting in a thread."""
     from transformers.cli.serve import Serve
 
-    with replaced_classes(model, client, dtype):
+    with replaced_classes(model, client, dtype, device):
         return Serve(
-            force_model=model, continuous_batching=continuous_batching, device="cpu", host=host,
-            port=port, non_blocking=True, cb_block_size=BLOCK_TOKENS,
+            force_model=model, continuous_batching=continuous_batching,
+            device=str(device or "cpu"), host=host, port=port, non_blocking=True,
+            cb_block_size=BLOCK_TOKENS,
             cb_num_blocks=CACHE_TOKENS // BLOCK_TOKENS, cb_max_batch_tokens=BATCH_TOKENS,
         )
 
 
-def stop_serve(serve: Any, client: Client) -> None:
+def stop_serve(serve: Any, client: AttentionClient) -> None:
     """Ends the HTTP server and the generation worker, in under 5 s.
 
     Answers get STOP_SECONDS to end; then the client is closed, which ends them with an error.
@@ -135,13 +142,17 @@ def listening(server: Any, thread: threading.Thread) -> str | None:
 
 
 @contextlib.contextmanager
-def replaced_classes(model: str, client: Client, dtype: str | None) -> Generator[None]:
-    """While open, transformers' server is made with our model manager and generation state."""
-    from transformers.cli.serving import model_manager, utils
+def replaced_classes(
+    model: str, client: AttentionClient, dtype: str | None, device: torch.device | None
+) -> Generator[None]:
+    """While open, transformers' server is made with our manager, generation state and errors."""
+    from transformers.cli.serving import model_manager, server, utils
 
-    places = [
-        (model_manager, "ModelManager", make_manager(model, client, dtype)),
+    build = server.build_server
+    places: list[tuple[Any, str, Any]] = [
+        (model_manager, "ModelManager", make_manager(model, client, dtype, device)),
         (utils, "GenerationState", make_state(client)),
+        (server, "build_server", lambda *args, **kwargs: OpenAIErrors(build(*args, **kwargs))),
     ]
     originals = [getattr(module, name) for module, name, _ in places]
     for module, name, replacement in places:
@@ -153,7 +164,9 @@ def replaced_classes(model: str, client: Client, dtype: str | None) -> Generator
             setattr(module, name, original)
 
 
-def make_manager(path: str, client: Client, dtype: str | None) -> type:
+def make_manager(
+    path: str, client: AttentionClient, dtype: str | None, device: torch.device | None
+) -> type:
     """A ModelManager class that knows one model, `path`, and loads it without its experts."""
     from transformers import AutoProcessor
     from transformers.cli.serving.model_manager import ModelManager
@@ -179,7 +192,8 @@ def make_manager(path: str, client: Client, dtype: str | None) -> type:
 
         def _load_model(self, *_: Any, **__: Any) -> Any:
             return integration.load(
-                folder, client, dtype=dtype, progress=load_progress("attention side")
+                folder, client, dtype=dtype, device=device,
+                progress=load_progress("attention side"),
             )
 
         def list_models(self, *_: Any, **__: Any) -> list[dict]:
@@ -190,7 +204,7 @@ def make_manager(path: str, client: Client, dtype: str | None) -> type:
     return RemoteExpertsManager
 
 
-def make_state(client: Client) -> type:
+def make_state(client: AttentionClient) -> type:
     """A GenerationState class that starts a new worker after one that died."""
     from transformers.cli.serving.utils import GenerationState
 
@@ -202,10 +216,12 @@ def make_state(client: Client) -> type:
                 print("expertwire: the batching worker failed; starting a new one",
                       file=sys.stderr, flush=True)
                 self.shutdown()
+            if not use_cb or not super().is_cb_alive():
+                client.recover()
             return super().get_manager(model_id, use_cb)
 
         def is_cb_alive(self) -> bool:
             """What /health says: can the next request be answered?"""
-            return not client.links.table.missing()
+            return client.is_ready()
 
     return RecoveringState

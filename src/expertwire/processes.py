@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from .errors import ExpertwireError, WaitTimeout
+from .zygote import ForkedProcess, Zygote
 
 # A child started with this variable reads its standard input until it ends, then leaves: the pipe
 # closes with the parent, also on kill -9, and needs no signal that a reused pid could receive.
@@ -37,16 +38,25 @@ def follow_parent(stop) -> None:
 class ChildProcess:
     """One `expertwire ...` command in a process of its own; its output is collected by line."""
 
-    def __init__(self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None):
+    def __init__(
+        self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None,
+        zygote: Zygote | None = None,
+    ):
+        """zygote: a warm process to fork it from; None: a new interpreter."""
         self.name = name
         self.lines: list[str] = []
         self._ready: queue.Queue[str | None] = queue.Queue()
-        # -P: files of the user's current directory are not modules of ours.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", "expertwire", *arguments], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, **(env or {}), PARENT_PIPE: "1"},
-        )
+        variables = {**(env or {}), PARENT_PIPE: "1"}
+        self.process: subprocess.Popen[str] | ForkedProcess
+        if zygote is not None:
+            self.process = zygote.spawn(arguments, variables)
+        else:
+            # -P: files of the user's current directory are not modules of ours.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-m", "expertwire", *arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, env={**os.environ, **variables},
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -102,7 +112,9 @@ class ChildProcess:
                 with contextlib.suppress(OSError):
                     stream.close()
         self._reader.join(2)
-        return self.process.returncode
+        code = self.process.poll()
+        assert code is not None
+        return code
 
     def kill(self) -> None:
         """kill -9, as a machine that loses power would."""
@@ -113,13 +125,14 @@ class ChildProcess:
 class ChildGroup(contextlib.AbstractContextManager):
     """Children that are stopped together, newest first, within STOP_SECONDS for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, zygote: Zygote | None = None) -> None:
         self.children: list[ChildProcess] = []
+        self.zygote = zygote
 
     def start(
         self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None
     ) -> ChildProcess:
-        child = ChildProcess(name, arguments, env)
+        child = ChildProcess(name, arguments, env, self.zygote)
         self.children.append(child)
         return child
 

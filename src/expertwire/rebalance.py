@@ -17,7 +17,7 @@ from typing import Any
 from .control import load_token
 from .errors import ConfigError
 from .question import ask
-from .status import expert_ranges
+from .status_tables import expert_ranges
 
 STAY_SHARE = 0.05  # a server may get so much more than the mean load by what it holds already
 
@@ -121,20 +121,25 @@ def measured_rows(servers: Sequence[Mapping[str, Any]], num_experts: int) -> lis
     """Rows per expert over all servers, from their statistics."""
     rows = [0.0] * num_experts
     for server in servers:
-        counts = (server.get("stats") or {}).get("expert_rows") or []
-        for expert, count in zip(server["experts"], counts, strict=False):
+        stats = server.get("stats") or {}
+        ids = stats.get("row_experts") or server["experts"]  # what it dropped counts, too
+        for expert, count in zip(ids, stats.get("expert_rows") or [], strict=False):
             rows[expert] += count
     return rows
 
 
 def run_rebalance(
-    registry: str, *, seconds: float, places: int | None, quiet: bool = False,
-    sleep: Callable[[float], None] = time.sleep,
+    registry: str, *, seconds: float, places: int | None, dry_run: bool, timeout: float = 600.0,
+    quiet: bool = False, sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Measures for `seconds` (0: since each server's start) and prints a plan unless quiet.
+    """Measures for `seconds` (0: since each server's start), plans, and applies unless dry_run.
 
-    Raises ConfigError if there is no server, or the experts do not fit.
+    places: experts that each server has room for; default: what it says (`serve --room`), or as
+    many as it holds. Raises ConfigError if there is no server, or the experts do not fit;
+    WaitTimeout if servers need more than `timeout` seconds for it.
     """
+    from .rebalance_apply import apply_plan
+
     token = load_token(create=False)
     first = ask(registry, token, {"type": "status"})
     if seconds > 0:
@@ -153,12 +158,19 @@ def run_rebalance(
         )
         rows = [max(0.0, now - then) for now, then in zip(rows, earlier, strict=True)]
     held = {s["server_id"]: s["experts"] for s in servers}
-    room = dict.fromkeys(held, places) if places else None
+    room = {s["server_id"]: places or s.get("room") or len(s["experts"]) for s in servers}
     plan = plan_rebalance(held, rows, room)
-    result = {**plan.as_dict(), "rows": rows}
     if not quiet:
         for line in plan_lines(plan):
             print(line)
+    result = {**plan.as_dict(), "rows": rows}
+    if not dry_run:
+        done = apply_plan(registry, token, plan, room, timeout=timeout, sleep=sleep,
+                          say=(lambda _: None) if quiet else print)
+        result["applied"] = done.as_dict()
+        if not quiet:
+            print(f"added {done.num_added} and removed {done.num_removed} replicas in "
+                  f"{done.seconds:.1f} s")
     return result
 
 

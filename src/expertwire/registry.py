@@ -18,9 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import control
+from . import control, moves, tls
 from .credentials import printable
 from .errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
+from .registry_status import status_message
+from .reports import with_rates
 from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry")
@@ -45,6 +47,8 @@ class _Peer:
         self.since = time.monotonic()
         self.authenticated = False
         self.watching: str | None = None  # the client's name
+        self.stats: dict[str, Any] = {}  # a client's last report
+        self.seen = 0  # epoch of the oldest list that the client still routes by
         self.member: Member | None = None
         self.plan: Plan | None = None
 
@@ -63,6 +67,7 @@ class Registry:
     settle_seconds: how long after the start clients keep servers of an earlier registry.
     max_connections: default 4096, or what the limit of open files leaves.
     handshake_seconds: for a connection to prove that it knows the token.
+    tls_cert, tls_key: PEM files; default: EXPERTWIRE_TLS_CERT and _KEY, without them no TLS.
 
     Raises ConfigError for a malformed address, an impossible lease, or a state file that is none;
     AuthError for a token file that others can read.
@@ -72,12 +77,14 @@ class Registry:
         self, listen: str = "127.0.0.1:0", *, token: bytes | None = None,
         lease_seconds: float = 10.0, state_path: str | Path | None = None,
         settle_seconds: float = SETTLE_SECONDS, max_connections: int | None = None,
-        handshake_seconds: float = control.HANDSHAKE_SECONDS,
+        handshake_seconds: float = control.HANDSHAKE_SECONDS, tls_cert: str | None = None,
+        tls_key: str | None = None,
     ):
         self._host, self._port = control.parse_address(listen)
         if not (math.isfinite(lease_seconds) and lease_seconds > 0):
             raise ConfigError(f"a lease of {lease_seconds} s; it must be more than 0")
         self._token = control.load_token() if token is None else token
+        self._tls = tls.server_context(tls_cert, tls_key)
         self.lease_seconds = lease_seconds
         self.settle_seconds = settle_seconds
         self.handshake_seconds = handshake_seconds
@@ -86,10 +93,10 @@ class Registry:
         self.instance = secrets.token_hex(8)  # tells a client that it talks to another registry
         self.roster = Roster(Path(state_path) if state_path else None)
         self.address = ""
-        self._peers: dict[_Peer, None] = {}
-        self._broadcast_due = False
-        self._started_at = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.peers: dict[_Peer, None] = {}
+        self._broadcast_due = self._settle_due = False
+        self.started_at = time.monotonic()
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -128,9 +135,9 @@ class Registry:
 
     def close(self) -> None:
         """Stops listening and drops all connections. Idempotent."""
-        if self._loop is not None and self._stopping is not None:
+        if self.loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
-                self._loop.call_soon_threadsafe(self._stopping.set)
+                self.loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
 
@@ -149,8 +156,8 @@ class Registry:
             self._ready.set()
 
     async def _main(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._started_at = time.monotonic()
+        self.loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self.started_at = time.monotonic()
         try:
             server = await asyncio.start_server(self._serve, self._host, self._port, backlog=512)
         except OSError as err:
@@ -163,13 +170,13 @@ class Registry:
         self.address = control.format_address(host, port)
         self._ready.set()
         keeper = asyncio.create_task(self._keep_leases())
-        self._loop.call_later(self.settle_seconds, self._changed)  # "settling" has ended
+        self.loop.call_later(self.settle_seconds, self._changed)  # "settling" has ended
         try:
             await self._stopping.wait()
         finally:
             keeper.cancel()
             server.close()
-            for peer in list(self._peers):
+            for peer in list(self.peers):
                 peer.writer.transport.abort()
             tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
             for task in tasks:
@@ -184,14 +191,16 @@ class Registry:
         try:
             control.set_tcp_options(writer.get_extra_info("socket"))
             self._make_room(writer)
-            self._peers[peer] = None
+            self.peers[peer] = None
             async with asyncio.timeout(self.handshake_seconds):
+                if self._tls is not None:
+                    await tls.accept_tls(writer, self._tls, self.handshake_seconds)
                 await self._authenticate(reader, writer)
             peer.authenticated = True
             while True:
                 lasting = peer.watching is not None or peer.member or peer.plan
                 async with asyncio.timeout(None if lasting else IDLE_SECONDS):
-                    message = await _receive(reader, control.MAX_FRAME_BYTES)
+                    message = await control.receive_frame(reader, control.MAX_FRAME_BYTES)
                 try:
                     reply = self._handle(message, peer)
                 except ExpertwireError as err:
@@ -207,22 +216,23 @@ class Registry:
         except Exception:
             log.exception("a connection failed")
         finally:
-            self._peers.pop(peer, None)
+            self.peers.pop(peer, None)
             self._forget(peer, "its connection ended")
+            self.settle_soon()  # it may have been the last client that was waited for
             writer.close()
 
     def _make_room(self, writer: asyncio.StreamWriter) -> None:
         """Raises ProtocolError if there are too many connections already."""
-        waiting = [p for p in self._peers if not p.authenticated]
-        full = len(self._peers) >= self.max_connections
+        waiting = [p for p in self.peers if not p.authenticated]
+        full = len(self.peers) >= self.max_connections
         if not full and len(waiting) < MAX_HANDSHAKES:
             return
         slow = control.SLOW_HANDSHAKE_SECONDS
         if waiting and time.monotonic() - waiting[0].since > slow:
-            self._peers.pop(waiting[0])
+            self.peers.pop(waiting[0])
             waiting[0].writer.transport.abort()
             return
-        reason = f"the registry has {len(self._peers)} connections, its limit"
+        reason = f"the registry has {len(self.peers)} connections, its limit"
         writer.write(control.encode_frame({"error": reason}))
         raise ProtocolError(reason)
 
@@ -233,7 +243,7 @@ class Registry:
         accept_nonce = bytes.fromhex(mine["nonce"])
         await _send(writer, mine)
         try:
-            answer = await _receive(reader, control.HANDSHAKE_FRAME_BYTES)
+            answer = await control.receive_frame(reader, control.HANDSHAKE_FRAME_BYTES)
             connect_nonce = control.check_hello(answer)
             control.check_proof(self._token, b"connect", accept_nonce, connect_nonce, answer)
         except (AuthError, ProtocolError) as err:
@@ -267,8 +277,12 @@ class Registry:
         member = peer.member
         if member is None or self.members.get(member.server_id) is not member:
             raise ProtocolError("not a member any more; register again")
-        member.stats = check_stats(message.get("stats"))
+        if "stats" in message:
+            member.stats = with_rates(check_stats(message["stats"]), member.stats)
         return {"type": "alive", "epoch": self.epoch, "draining": member.draining}
+
+    def _client_report(self, message: dict, peer: _Peer, now: float) -> None:
+        peer.stats = with_rates(check_stats(message.get("stats")), peer.stats)
 
     def _leave(self, message: dict, peer: _Peer, now: float) -> dict:
         self._forget(peer, "it left")
@@ -276,6 +290,7 @@ class Registry:
 
     def _watch(self, message: dict, peer: _Peer, now: float) -> dict:
         peer.watching = printable(message.get("client") or "", 64)
+        moves.seen(self, {"epoch": message.get("seen")}, peer, now)  # from before a break
         if self.roster.saw_epoch(message.get("epoch")):
             self._changed()
         return self._members_message()
@@ -288,9 +303,7 @@ class Registry:
         member = self.roster.drain(name)
         if member is None:
             raise ConfigError(f"no server {printable(name, 80)!r}; `expertwire status` lists them")
-        for other in self._peers:
-            if other.member is member:
-                other.writer.write(control.encode_frame({"type": "draining"}))
+        moves.tell(self, member, {"type": "draining"})
         self._changed()
         return {"type": "drained", "server_id": member.server_id, "epoch": self.epoch}
 
@@ -300,27 +313,12 @@ class Registry:
         return {"type": "planned", "experts": peer.plan.experts}
 
     def _status(self, message: dict, peer: _Peer, now: float) -> dict:
-        servers = [
-            {**m.as_dict(), "stats": m.stats, "reports": m.reports, "last_report": m.last_report,
-             "silent_s": round(now - m.last_heard, 3)} for m in self.members.values()
-        ]
-        status = {
-            "type": "status", "epoch": self.epoch, "uptime_s": round(now - self._started_at, 3),
-            "lease_seconds": self.lease_seconds, "reports": self.roster.reports,
-            "clients": sorted(p.watching for p in self._peers if p.watching is not None),
-            "servers": servers,
-        }
-        try:
-            control.encode_frame(status)
-        except ProtocolError:  # too many statistics for one message
-            for server in servers:
-                server["stats"] = {}
-            status["stats_left_out"] = True
-        return status
+        return status_message(self, now)
 
     _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
         "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
-        "report": _report, "drain": _drain, "plan": _plan, "status": _status,
+        "report": _report, "drain": _drain, "plan": _plan, "status": _status, **moves.HANDLERS,
+        "client_report": _client_report,
     }
 
     # ---------------------------------------------------------------- membership
@@ -337,14 +335,29 @@ class Registry:
             peer.plan = None
 
     def _changed(self) -> None:
-        if not self._broadcast_due and self._loop is not None:
+        if not self._broadcast_due and self.loop is not None:
             self._broadcast_due = True
-            self._loop.call_later(BROADCAST_SECONDS, self._broadcast)
+            self.loop.call_later(BROADCAST_SECONDS, self._broadcast)
+
+    @property
+    def settling(self) -> bool:
+        """Whether servers and clients of an earlier registry may still be on their way back."""
+        return time.monotonic() - self.started_at < self.settle_seconds
+
+    def settle_soon(self) -> None:
+        """Looks, once for all that comes together, which servers' lists all clients have."""
+        if not self._settle_due and self.loop is not None:
+            self._settle_due = True
+            self.loop.call_later(BROADCAST_SECONDS, self._settle)
+
+    def _settle(self) -> None:
+        self._settle_due = False
+        moves.settle(self, time.monotonic())
 
     def _broadcast(self) -> None:
         self._broadcast_due = False
         frame = control.encode_frame(self._members_message())
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             if peer.watching is None:
                 continue
             # A watcher that does not read must not hold the others: drop it, it will reconnect.
@@ -355,7 +368,7 @@ class Registry:
 
     def _members_message(self) -> dict:
         return {"type": "members", "epoch": self.epoch, "instance": self.instance,
-                "settling": time.monotonic() - self._started_at < self.settle_seconds,
+                "settling": self.settling,
                 "servers": [m.as_dict() for m in self.members.values()]}
 
     async def _keep_leases(self) -> None:
@@ -364,22 +377,18 @@ class Registry:
             slept_at = time.monotonic()
             await asyncio.sleep(pause)
             now = time.monotonic()
+            self._settle()
             if now - slept_at > 3 * pause:
                 # This process was stopped or starved: heartbeats may lie unread. Nobody is silent
                 # because we did not listen.
                 for member in self.members.values():
                     member.last_heard = min(now, member.last_heard + now - slept_at)
                 continue
-            for peer in list(self._peers):
+            for peer in list(self.peers):
                 member = peer.member
                 if member is not None and now - member.last_heard > self.lease_seconds:
                     self._forget(peer, f"silent for {now - member.last_heard:.1f} s")
                     peer.writer.transport.abort()
-
-
-async def _receive(reader: asyncio.StreamReader, limit: int) -> dict:
-    length = control.frame_length(await reader.readexactly(4), limit)
-    return control.decode_body(await reader.readexactly(length))
 
 
 async def _send(writer: asyncio.StreamWriter, message: dict) -> None:

@@ -14,12 +14,15 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from .channel import MAX_FRAME_BYTES
 from .credentials import printable
 from .errors import ConfigError, ProtocolError
 from .placement import plan_experts
+
+if TYPE_CHECKING:
+    from .moves import Move
 
 log = logging.getLogger("expertwire.registry")
 
@@ -45,12 +48,27 @@ class Member:
         self.last_heard = now
         self.reports = 0
         self.last_report = ""
+        self.move: Move | None = None  # what it was asked to hold (moves.py)
+        # The epoch under which its experts were published last, when, and which one all have seen.
+        self.listed_epoch, self.listed_at, self.settled_epoch = epoch, now, 0
+        self._counted: tuple[list[int], int] = ([], 0)  # experts, and the bytes with them
+
+    def num_bytes(self) -> int:
+        """Its part of the list of members. Encoded once per set of experts: servers join often."""
+        if self._counted[0] is not self.facts["experts"]:
+            self._counted = (self.facts["experts"], encoded_bytes(self.as_dict()))
+        return self._counted[1]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "server_id": self.server_id, "seat": self.seat, "epoch_joined": self.epoch_joined,
             "draining": self.draining, **self.facts,
         }
+
+
+def encoded_bytes(value: dict[str, Any]) -> int:
+    """Of a message's item, with room for the comma and for `false` where it was `true`."""
+    return len(json.dumps(value, separators=(",", ":"))) + 2
 
 
 @dataclass(eq=False)
@@ -160,13 +178,20 @@ class Roster:
         return self._next_seat - 1
 
     def _check_room(self, facts: dict, stale: list[Member]) -> None:
-        others = [m.as_dict() for m in self.members.values() if m not in stale]
-        size = len(json.dumps([*others, facts], separators=(",", ":"))) + 2048
+        others = [m for m in self.members.values() if m not in stale]
+        size = sum(m.num_bytes() for m in others) + encoded_bytes(facts) + 2048
         if size > MAX_FRAME_BYTES:
             raise ConfigError(
                 f"the registry is full: with {len(others)} servers the list of members has reached "
                 "its limit of 1 MiB; start another registry for more"
             )
+
+    def describe(self, now: float) -> list[dict[str, Any]]:
+        """All members with what they reported, for `expertwire status`."""
+        return [
+            {**m.as_dict(), "stats": m.stats, "reports": m.reports, "last_report": m.last_report,
+             "silent_s": round(now - m.last_heard, 3)} for m in self.members.values()
+        ]
 
     # ---------------------------------------------------------------- plan
 
@@ -292,10 +317,12 @@ def check_facts(message: dict) -> dict[str, Any]:
     if not isinstance(address, str) or not 0 < len(address) <= 107:
         raise ProtocolError("register needs the address that the server listens on")
     pid, host_id = message.get("pid"), message.get("host_id")
+    room = message.get("room")  # experts that it has memory for, None: it does not say
     return {
         "name": printable(message.get("name") or "server", 64), "address": address,
         "host_id": printable(host_id or "", 64), "pid": pid if isinstance(pid, int) else None,
         "model": model, "experts": sorted(set(experts)),
+        "room": room if is_count(room, 1, MAX_NUM_EXPERTS) else None,
     }
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .message import ReplyMode
+
 if TYPE_CHECKING:
     from .link import ServerLink
 
@@ -31,6 +33,13 @@ def expert_table(
     for expert, servers in enumerate(holders):
         table[expert, : len(servers)] = servers
     return table
+
+
+def replica_rotation(reply_mode: int, seq: int, layer: int) -> int:
+    """replica_rotation of device/client_route.cuh: which replica a message begins with."""
+    if reply_mode == ReplyMode.PER_EXPERT:
+        return (seq * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 33
+    return layer
 
 
 class RoutingTable:

@@ -11,7 +11,7 @@ from . import collect
 from .device_structs import SIGNAL_ADD, MessageShape
 from .errors import ConfigError
 from .message import DATA_TYPES, FP8_BLOCK, SlotShape
-from .routing import RoutingTable
+from .routing import RoutingTable, replica_rotation
 
 if TYPE_CHECKING:
     from .client import Chunk, Client
@@ -112,6 +112,7 @@ def fill(
     route.ids_stride = pack.ids_stride = ids.stride(0)
     route.id_bytes = pack.id_bytes = ids.element_size()
     route.num_tokens = ids.shape[0]
+    route.rotation = replica_rotation(slots.reply_mode, shape.seq, shape.layer)
     pack.hidden = rows.data_ptr()
     pack.hidden_stride = rows.stride(0) * rows.element_size()
     pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)

@@ -20,16 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import trace
 from .batch import Batcher, Experts
-from .client_link import ClientLink, admit, refuse
+from .client_link import ClientLink, admit, refuse, share_credit
 from .config import ServerConfig
 from .control import Channel, load_token
 from .data_address import listen_data
-from .errors import ConfigError, ExpertwireError, WaitTimeout
+from .errors import CheckpointError, ConfigError, ExpertwireError, WaitTimeout
 from .hca import open_hca
-from .membership import Lease
+from .lease import Lease
+from .mover import LoadExperts, Mover
+from .reports import server_report
 
 if TYPE_CHECKING:
+    from .experts import ExpertShard
     from .registry import Registry
 
 log = logging.getLogger("expertwire.server")
@@ -51,6 +55,7 @@ class Server:
     token: the shared secret, at least 16 bytes; default: EXPERTWIRE_TOKEN or the token file.
     name: shown in status, and the id unless it is taken; default server-PID.
     config: ServerConfig; single settings may be given as keywords instead.
+    load: reads more experts of the model by their ids, for `expertwire rebalance`.
 
     Raises ConfigError for settings that do not fit, AuthError for a token file that others can
     read.
@@ -59,7 +64,7 @@ class Server:
     def __init__(
         self, shard: Experts, model: dict[str, Any], registry: str | Registry, *,
         token: bytes | None = None, name: str | None = None, config: ServerConfig | None = None,
-        **settings: Any,
+        load: LoadExperts | None = None, **settings: Any,
     ):
         if config is not None and settings:
             raise ConfigError("give either config or single settings, not both")
@@ -69,6 +74,7 @@ class Server:
         self.name = name or f"server-{os.getpid()}"
         self.registry_address = registry if isinstance(registry, str) else registry.address
         self._token = load_token() if token is None else token
+        self.mover = Mover(self, load)
         self._stop = threading.Event()
         self._close_lock = threading.RLock()  # a signal handler may close while close runs
         self._closed = False
@@ -77,6 +83,7 @@ class Server:
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._admitting: set[Channel] = set()  # connections whose request is being answered
         self._admitting_changed = threading.Condition()
+        self._credit_due = False
         self._to_watch: collections.deque[ClientLink] = collections.deque()
         self._threads: list[threading.Thread] = []
         self.error: BaseException | None = None
@@ -101,7 +108,13 @@ class Server:
         model = inspect_model(path)
         shard = load_experts(path, experts, dtype=dtype, progress=progress)
         facts = {**model.as_dict(), "dtype": str(shard.dtype).removeprefix("torch.")}
-        return cls(shard, facts, registry, **options)
+
+        def load(more: Sequence[int]) -> ExpertShard:
+            if inspect_model(path).fingerprint != model.fingerprint:
+                raise CheckpointError(f"{path} is not the checkpoint any more that is served")
+            return load_experts(path, more, dtype=shard.dtype)
+
+        return cls(shard, facts, registry, load=load, **options)
 
     def start(self) -> Server:
         """Begins to listen, registers, and serves in background threads. Returns itself.
@@ -128,13 +141,15 @@ class Server:
             self._listener.close()
             raise
         self._started = True
+        trace.join(self.name)
         self.lease = Lease(
             self.registry_address, self._token,
             {
                 "name": self.name, "address": self._listener.address, "pid": os.getpid(),
                 "model": self.model, "experts": [int(e) for e in self.shard.experts],
+                "room": self.config.room,
             },
-            stats=self.stats, on_drain=self._drain,
+            stats=self.stats, on_drain=self._drain, on_place=self.mover.place,
         )
         for target in (self._accept_loop, self._data_loop, self._watch_loop):
             thread = threading.Thread(target=target, name=f"expertwire{target.__name__}")
@@ -157,11 +172,22 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; goes to the registry with each heartbeat."""
-        b = self.batcher
-        return {
-            "clients": len(self._clients), **b.counts, "stages": b.times.summary(),
-            "expert_rows": b.expert_rows.sum(axis=0).tolist(),
-        }
+        return server_report(self)
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that are connected now."""
+        return len(self._clients)
+
+    def use_shard(self, shard: Experts, done: Callable[[], None]) -> None:
+        """The data thread goes over to these experts between two batches, then calls `done`."""
+
+        def swap() -> None:
+            self.batcher.set_shard(shard)
+            self.shard = shard
+            done()
+
+        self._post(swap)
 
     def close(self) -> None:
         """Leaves the registry, answers what it has taken, gives everything back. Idempotent.
@@ -184,6 +210,7 @@ class Server:
                     channel.close()
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
+            self.mover.close(max(0.0, deadline - time.monotonic()))
             with self._admitting_changed:
                 self._admitting_changed.wait_for(
                     lambda: not self._admitting, max(0.0, deadline - time.monotonic())
@@ -253,23 +280,25 @@ class Server:
                 continue
             except OSError:
                 return  # the listener was closed
-            if len(self._clients) >= self.config.max_connections:
-                refuse(channel, f"the server has {len(self._clients)} clients, its limit")
+            with self._admitting_changed:
+                num_clients = len(self._clients) + len(self._admitting)
+                if self._stop.is_set():
+                    channel.close()
+                    return
+                if num_clients < self.config.max_connections:
+                    self._admitting.add(channel)
+            if num_clients >= self.config.max_connections:
+                refuse(channel, f"the server has {num_clients} clients, its limit")
                 channel.close()
                 continue
             # A client that stalls here holds up nobody: a thread of its own, bounded in time.
             threading.Thread(target=self._admit, args=(channel,), daemon=True).start()
 
     def _admit(self, channel: Channel) -> None:
-        with self._admitting_changed:
-            if self._stop.is_set():
-                channel.close()
-                return
-            self._admitting.add(channel)
         try:
             link = admit(
                 self.hca, channel, model=self.model, server_id=self.server_id, config=self.config,
-                timeout=HANDSHAKE_SECONDS,
+                timeout=HANDSHAKE_SECONDS, others=self._clients,
             )
             self._post(lambda: self._add(link))
             self._to_watch.append(link)
@@ -297,6 +326,10 @@ class Server:
                             self._watch_wake[0].recv(4096)
                     else:
                         self._hear(key.fd, key.data)
+                if self._credit_due:
+                    self._credit_due = False
+                    for link in share_credit(list(self._clients), self.config):
+                        self._post(lambda link=link: self._remove(link))
                 while self._to_watch:
                     link = self._to_watch.popleft()
                     fd = link.channel.fileno()
@@ -322,12 +355,17 @@ class Server:
 
     def _add(self, link: ClientLink) -> None:
         self._clients.append(link)
+        self._clients_changed()
+
+    def _clients_changed(self) -> None:
         self.batcher.set_clients(self._clients)
+        self._credit_due = True
+        self._wake_watch()
 
     def _remove(self, link: ClientLink) -> None:
         if link in self._clients:
             self._clients.remove(link)
-            self.batcher.set_clients(self._clients)
+            self._clients_changed()
             assert link.endpoint is not None
             link.endpoint.peer_lost()
             link.close()

@@ -24,6 +24,9 @@ class Block:
     def read(self, offset: int = 0, num_bytes: int | None = None) -> bytes:
         """The bytes as they are now; on a GPU this waits for the current stream."""
         end = self.num_bytes if num_bytes is None else offset + num_bytes
+        if self.tensor.is_cuda:
+            # A copy that has to wait may keep other threads from launching what it waits for.
+            torch.cuda.current_stream(self.tensor.device).synchronize()
         return self.tensor[offset:end].cpu().numpy().tobytes()
 
     def read_struct(self, kind: type[T], index: int = 0) -> T:

@@ -67,11 +67,11 @@ ExpertsInterface.register(NAME, expertwire_experts)
 def attach(model: Any, client: MoeClient, *, keep_weights: bool = False) -> Any:
     """Makes the model's experts remote. Returns the model.
 
-    model: a transformers model of a supported family, on the CPU. client: a Client, connected or
-    not; it stays the caller's to close. keep_weights: False drops the model's own expert weights
-    (their parameters go to the meta device, where they take no memory), True keeps them for
-    `detach`. Raises CheckpointError for a family that cannot be plugged, ConfigError if the
-    client's servers serve a model of another size, top-k or dtype.
+    model: a transformers model of a supported family, on the CPU, or on the GPU of a client there.
+    client: connected or not; it stays the caller's to close. keep_weights: False drops the model's
+    own expert weights (their parameters go to the meta device, where they take no memory), True
+    keeps them for `detach`. Raises CheckpointError for a family that cannot be plugged, ConfigError
+    if the client's servers serve a model of another size, top-k or dtype.
     """
     modules = pluggable(model)
     sizes = [parameter_sizes(module) for _, module in modules if has_parameters(module)]
@@ -155,15 +155,16 @@ def check_folder(path: str | Path) -> Any:
 
 def load(
     path: str | Path, client: MoeClient, *, dtype: str | torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    device: torch.device | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Loads everything but the experts, attaches the client, and returns the model, in eval mode.
 
     path: a Hugging Face checkpoint folder. The experts' tensors are never read and never take
     memory here. client: a Client; it stays the caller's to close. dtype: of the weights here,
     "float32", "bfloat16", "float16" or a torch dtype; default what the servers compute in (waits
-    for them if they are not known yet). progress(done, total): called with bytes as tensors are
-    loaded, the last time with done == total.
+    for them if they are not known yet). device: where the attention side goes, default the
+    CPU. progress(done, total): called with bytes as tensors are loaded, the last time with
+    done == total.
 
     Raises CheckpointError for a folder that is damaged or of a family that cannot be plugged
     (before servers are waited for), ConfigError if it is not the model that the servers serve, and
@@ -190,18 +191,33 @@ def load(
     ):
         try:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=kind, experts_implementation=NAME, output_loading_info=True
+                str(path), dtype=kind, experts_implementation=NAME, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # which makes it say which; they are refused below
             )
             model, report = loaded
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as err:
             raise CheckpointError(f"{path} cannot be loaded: {err!r}") from err
+    wrong = sorted(report.get("mismatched_keys") or [])
+    if wrong:
+        raise CheckpointError(f"{path}: {mismatch(path, *wrong[0])}"
+                              + (f", and {len(wrong) - 1} tensors more" if wrong[1:] else ""))
     missing = [name for name in report["missing_keys"] if ".experts." not in name]
     if missing:
         raise CheckpointError(f"{path}: tensors are missing: {', '.join(sorted(missing)[:5])}")
     if progress is not None:
         progress(sum(sizes.values()), sum(sizes.values()))
     check_model(model, len(experts), [parameter_sizes(module) for module in experts], info)
-    return attach(model.eval(), client)
+    return attach(model.eval().to(device or "cpu"), client)
+
+
+def mismatch(path: str | Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
+    """A tensor whose shape is not the model's, in words, with its file if its name tells it."""
+    where = ""
+    for file in weight_files(path):
+        with open_weights(file) as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                where = f"{file.name}: "
+    return f"{where}tensor {name} has shape {list(found)}, the config makes it {list(wanted)}"
 
 
 def parameter_bytes(outline: torch.nn.Module, dtype: str | torch.dtype) -> dict[str, int]:

@@ -20,6 +20,7 @@ from .flight import Flight
 from .inputs import Batch
 from .launch import last_error
 from .message import DATA_TYPES, FP8_BLOCK, SlotShape
+from .pacing import UNLIMITED, Pace
 from .routing import RoutingTable
 from .stats import StageTimes
 
@@ -71,9 +72,23 @@ class Trip:
         )
         self._shape = self._batch.shape  # a view: making one costs more than using it
         self._address = ctypes.addressof(self._batch)
+        self._running = False  # in the native call
+        self._paced_for = UNLIMITED
         self._version = -1  # sum of the flights' versions that the native flights point to
         self._times: StageTimes | None = None
         self._run = declare("ew_client_trip", c_int, c_void_p)
+
+    def pace(self, pace: Pace, credit: int) -> None:
+        """Cuts the next batches such that no server has more than `credit` bytes under way."""
+        if credit != self._paced_for:
+            self._paced_for = credit
+            self._batch.max_rows = pace.rows(credit)
+            self._batch.num_flights = pace.slots(credit)
+
+    @property
+    def max_rows(self) -> int:
+        """Tokens of each chunk but the last."""
+        return self._batch.max_rows
 
     def run(
         self, hca: int, layer: int, batch: Batch, table: RoutingTable, slots: SlotShape,
@@ -106,7 +121,11 @@ class Trip:
         native.output = output.data_ptr()
         native.output_stride = output.stride(0) * output.itemsize
         native.num_tokens = batch.num_tokens
-        code = self._run(self._address)
+        self._running = True
+        try:
+            code = self._run(self._address)
+        finally:
+            self._running = False
         if code < 0:
             raise ExpertwireError(f"launch failed: {last_error()}")
         return code == 0
@@ -123,11 +142,16 @@ class Trip:
     def num_combined(self) -> int:
         return self._batch.num_combined
 
+    @property
+    def num_open(self) -> int:
+        """Chunks that the call which runs now has in flight."""
+        return self._batch.num_issued - self._batch.num_combined if self._running else 0
+
     def in_flight(self) -> list[tuple[int, Flight]]:
         """(chunk, its flight) of what was sent and not combined, oldest first."""
         left = []
         for chunk in range(self._batch.num_combined, self._batch.num_issued):
-            idx = chunk % len(self._flights)
+            idx = chunk % self._batch.num_flights
             flight, native = self._flights[idx], self._native[idx]
             flight.set_shape(flight.combine.shape)
             flight.issued_ns = native.issued_ns

@@ -22,9 +22,6 @@ SOFT_ONLY = {
         "test_41_held_entries_of_a_lost_peer_fail_too", "test_46_reserver_that_never_submits",
         "test_47_full_ring_blocks_and_overwrites_nothing", "test_49_quiet_returns_the_syndrome",
     },
-    "an error that no completion tells": {
-        "test_22_overrun_is_told_although_no_completion_can",
-    },
     "an engine thread": {
         "test_45_a_waiting_call_has_its_turn_before_the_engine_has_another",
         "test_45_control_calls_do_not_starve_the_engine",
@@ -54,7 +51,10 @@ SOFT_ONLY = {
         "test_28_put_cut_at_region_ends_arrives_whole",
         "test_29_thirty_three_chunks_go_in_rounds_and_no_region_is_an_error",
         "test_30_atomics_of_the_device_code", "test_31_atomics_are_exact_under_many_queues",
-        "test_45_many_warps_on_one_queue", "test_48_last_message_always_leaves",
+        "test_44_one_slot_reused_100000_times_with_a_late_payload",
+        "test_45_many_warps_on_one_queue",
+        "test_45_up_to_32_warps_with_puts_of_one_to_three_entries",
+        "test_48_last_message_always_leaves",
         "test_50_schedules_give_the_same_memory",
     },
 }

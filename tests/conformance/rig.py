@@ -12,6 +12,7 @@ import struct
 import time
 from dataclasses import replace
 
+from expertwire.connection import configured_doorbell
 from expertwire.device_structs import (
     IbgdaKey,
     IbgdaOperation,
@@ -240,8 +241,10 @@ class DeviceRig(Rig):
 
     def __init__(
         self, depth: int = 64, *, num_device_qps: int = 1, timeout_ns: int = 2_000_000_000,
-        chunk_bytes: int | None = None, doorbell_mode: int = 0, **options,
+        chunk_bytes: int | None = None, doorbell_mode: int | None = None, **options,
     ):
+        if doorbell_mode is None:
+            doorbell_mode = configured_doorbell()
         super().__init__(depth, **options)
         for _ in range(num_device_qps - 1):
             self.add_qp(depth)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 import struct
 import threading
 import time
@@ -9,6 +11,7 @@ import time
 import pytest
 
 from expertwire.hca.soft import HOOK_STALL
+from expertwire.hca.wqe import Wqe
 from tests.conformance.rig import NOP, PEER_LOST, DeviceRig, Rig
 from tests.queue_pair import ADD8, INLINE, PUT, PUT_ALWAYS_POST, QUIET
 
@@ -110,6 +113,54 @@ def test_45_control_calls_do_not_starve_the_engine():
             for thread in threads:
                 thread.join()
         assert rig.error() == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("warps", [2, 5, 16, 32])
+def test_45_up_to_32_warps_with_puts_of_one_to_three_entries(warps, seed):
+    """Free slots are poisoned: what the engine takes up is whole, in order, and nobody's else."""
+    with DeviceRig(64, chunk_bytes=64) as rig:
+        rig.fill(0, bytes(range(1, 193)))
+        ring, mask = rig.qp.info.sq_addr, rig.qp.info.num_wqe - 1
+        ctypes.memset(ring, 0xEE, 64 * (mask + 1))
+        log = []
+
+        def look(_context, _qpn, idx, addr, num_bytes):
+            wqe = Wqe.decode(ctypes.string_at(addr, num_bytes))
+            assert (wqe.index, wqe.num_segments) == (idx & 0xFFFF, 3 + (wqe.opcode == 0x15)), wqe
+            log.append(idx)
+            # The entry before is executed; unless its slot was given out again, it is free.
+            if idx and rig.states[0].resv_head <= idx - 1 + mask + 1:
+                ctypes.memset(ring + 64 * ((idx - 1) & mask), 0xEE, 64)
+            return 0
+
+        failures = []
+
+        def hook(*arguments):
+            try:
+                return look(*arguments)
+            except Exception as err:
+                failures.append(err)
+                return 0x02
+
+        rig.here.set_hook(hook)
+        choose = random.Random(seed)
+        per_warp = [
+            [rig.operation(choose.choice([PUT, PUT_ALWAYS_POST]), 256 * (2 * w + i), 0,
+                           num_bytes=choose.choice([40, 100, 192]), message_idx=i)
+             for i in range(2)]
+            + [rig.operation(ADD8, 20480, value=1), dict(op=QUIET)] for w in range(warps)
+        ]
+        statuses = rig.launch(per_warp, warp_size=choose.choice([1, 4]), seed=seed)
+        rig.here.set_hook(None)
+        assert not failures, failures[0]
+        assert [s.code for s in statuses] == [0] * warps
+        assert struct.unpack("<Q", rig.at_remote(20480, 8))[0] == warps
+        for w, operations in enumerate(per_warp):
+            for i, operation in enumerate(operations[:2]):
+                want = bytes(range(1, operation["num_bytes"] + 1)).ljust(256, b"\0")
+                assert rig.at_remote(256 * (2 * w + i), 256) == want
+        assert log == list(range(rig.states[0].resv_head)), "each entry executed once, in order"
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -11,6 +11,8 @@ import random
 import struct
 
 from expertwire.device_structs import (
+    SIGNAL_WRITE,
+    SIGNAL_WRITE_IMM,
     ClientPutArgs,
     ClientServer,
     KernelStatus,
@@ -145,7 +147,7 @@ def _message(seed: int, *, direct: bool) -> None:
     choose = random.Random(seed)
     servers, top_k, hidden, slot = 3, 2, 32, 1024
     rows = [choose.choice([1, 2, 4]) for _ in range(servers)]
-    mode, seq = (0 if direct else seed % 2), 7
+    mode, seq = (SIGNAL_WRITE if direct else seed % 3), 7
     with DeviceRig(DEPTH, num_device_qps=2, chunk_bytes=None if direct else CHUNK,
                    timeout_ns=TIMEOUT_NS) as rig:
         lengths = [128 + 2 * -(-r * top_k * 4 // 16) * 16 + r * hidden * 2 for r in rows]
@@ -158,6 +160,7 @@ def _message(seed: int, *, direct: bool) -> None:
             server.send_addr = rig.local.addr + slot * s
             server.remote_addr = rig.remote.addr + slot * s
             server.request_slot_bytes, server.peer = slot, ctypes.addressof(rig.device_peer)
+            server.slot_idx = s
         batch, missing = (ctypes.c_uint32 * servers)(*rows), ctypes.c_int32(-1)
         status = KernelStatus()
         put = ClientPutArgs(
@@ -167,6 +170,8 @@ def _message(seed: int, *, direct: bool) -> None:
             status=ctypes.addressof(status), missing_expert=ctypes.addressof(missing),
             max_loaded_servers=servers, signal_mode=mode,
         )
+        if mode == SIGNAL_WRITE_IMM:
+            rig.window.watch(rig.remote.addr, slot, servers)
         log = rig.there.alloc(servers * slot)
         readers, reader_status = rig.run_args([
             [dict(op=AWAIT, local_addr=rig.remote.addr + slot * (s + 1) - 16, value=seq),
@@ -176,7 +181,7 @@ def _message(seed: int, *, direct: bool) -> None:
         kernel = "client_put_direct" if direct else "client_put_ibgda"
         launch = Launch([(kernel, put), ("ibgda_run", readers)], grid=servers,
                         warp_size=choose.choice([1, 4]))
-        launch.run_seeded(seed, hca_array(rig.here.pointer))
+        launch.run_seeded(seed, hca_array(rig.here.pointer, rig.there.pointer))
         codes = [status.code, *(s.code for s in reader_status)]
         got = [ctypes.string_at(log.addr + slot * s, lengths[s]) for s in range(servers)]
         log.close()
@@ -186,7 +191,7 @@ def _message(seed: int, *, direct: bool) -> None:
 
 
 def message(seed: int) -> None:
-    """Payload, head and flag through the queue; flag by write or by masked fetch-add."""
+    """Payload, head and flag through the queue; flag by write, masked fetch-add or immediate."""
     _message(seed, direct=False)
 
 

@@ -35,6 +35,15 @@ class ScaledExperts:
             out[begin:end] = apply_expert(expert, rows[begin:end], layer)
         return out
 
+    def extended(self, other: ScaledExperts) -> ScaledExperts:
+        return ScaledExperts(sorted({*self.experts, *other.experts}), self.dtype)
+
+    def without(self, experts: Sequence[int]) -> ScaledExperts:
+        return ScaledExperts([e for e in self.experts if e not in experts], self.dtype)
+
+    def unstack(self) -> None:
+        """There are no weights."""
+
 
 def apply_expert(expert: int, rows: torch.Tensor, layer: int = 0) -> torch.Tensor:
     return rows * (expert + 1) + (expert + 100 * layer)

@@ -42,7 +42,9 @@ def test_any_warp_size(warp_size, monkeypatch):
         launch.cpu_warp_size.cache_clear()
 
 
-@pytest.mark.parametrize(("num_experts", "num_servers"), [(256, 3), (256, 5), (256, 7), (5, 1)])
+@pytest.mark.parametrize(("num_experts", "num_servers"), [
+    (256, 1), (256, 3), (256, 5), (256, 7), (5, 1),
+])
 def test_experts_need_not_divide(num_experts, num_servers):
     model = model_facts(num_experts=num_experts, hidden_size=8, top_k=4)
     shares = [list(range(i, num_experts, num_servers)) for i in range(num_servers)]

@@ -103,6 +103,7 @@ def test_family(checkpoint, dtype):
 
 @pytest.mark.parametrize("options", [
     {"batch_invariant": False}, {"max_rows": 3}, {"do_ibgda": False}, {"signal_mode": "add"},
+    {"signal_mode": "write_imm"},
 ], ids=str)
 def test_client_options_keep_the_bound(tmp_path, options):
     """Sums at the server, many small messages, the other two ways of storing: the same logits."""

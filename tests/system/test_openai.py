@@ -121,7 +121,7 @@ def test_chat_with_continuous_batching(local_texts):
 
         # The batch that needs an expert nobody holds fails; the service does not.
         stack.servers[0].kill()
-        with pytest.raises(openai.OpenAIError):
+        with pytest.raises(openai.APIError, match="no reachable server holds expert"):
             stack.stream(PROMPTS[0])
         assert stack.health() == 503
         stack.serve("0-8")

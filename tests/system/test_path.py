@@ -94,11 +94,17 @@ def test_direct_path_posts_no_wqe():
         assert all(server.hca.stats()["wqes"] == {} for server in servers)
 
 
-def test_signal_by_masked_add():
-    with cluster(SHARES, MODEL, signal_mode="add") as (client, _, _):
+@pytest.mark.parametrize(("mode", "operation"), [
+    ("add", "MASKED_FA"), ("write_imm", "RDMA_WRITE_IMM"),
+])
+def test_signal_by_masked_add_or_immediate(mode, operation):
+    """One signal per message and two writes, both ways."""
+    with cluster(SHARES, MODEL, signal_mode=mode) as (client, servers, _):
         for seed in range(6):
             hidden, ids, weights = batch(7, MODEL, seed=seed)
             out = client.moe(0, hidden, ids, weights)
             torch.testing.assert_close(out, expected(hidden, ids, weights, MODEL))
-        wqes = client.hca.stats()["wqes"]
-        assert wqes["RDMA_WRITE"] == 2 * wqes["MASKED_FA"]
+        for hca in (client.hca, *(server.hca for server in servers)):
+            wqes = hca.stats()["wqes"]
+            assert wqes.keys() == {"RDMA_WRITE", operation}
+            assert wqes["RDMA_WRITE"] == 2 * wqes[operation]

@@ -38,6 +38,8 @@ def path(monkeypatch):
     (dict(mtu=64), "write"), (dict(mtu=64, max_delay=20), "write"),
     (dict(mtu=64), "add"), (dict(mtu=64, max_delay=20, reorder=True), "add"),
     (dict(reorder=True), "add"),
+    (dict(mtu=64), "write_imm"), (dict(mtu=64, max_delay=20, reorder=True), "write_imm"),
+    (dict(reorder=True), "write_imm"),
 ])
 def test_batches_are_right(path, faults, signal_mode):
     path(**faults)
@@ -64,6 +66,6 @@ def test_a_flag_by_write_is_refused(path, side):
         with expertwire.Client(
             registry, token=TOKEN, signal_mode="write", connect_timeout=1.0
         ) as client:
-            with pytest.raises(NoServerError, match='use "add"'):
+            with pytest.raises(NoServerError, match='use "add" or "write_imm"'):
                 client.moe(0, *batch(4, MODEL))
             assert client.hca.stats()["wqes"] == {}

@@ -22,7 +22,7 @@ from expertwire.cli import main
 from expertwire.control import load_token
 from expertwire.membership import Lease, ask
 from expertwire.registry import Registry
-from expertwire.status import expert_ranges
+from expertwire.status_tables import expert_ranges
 
 MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 16, "dtype": "float32"}
 START_SECONDS = 20.0  # generous: a loaded machine is no failure

@@ -64,8 +64,11 @@ def test_choices():
 
 
 def test_signal_mode():
-    with pytest.raises(ConfigError, match="write, add, not 'telepathy'"):
+    with pytest.raises(ConfigError, match="write, add, write_imm, not 'telepathy'"):
         ClientConfig(signal_mode="telepathy")
+    ClientConfig(signal_mode="write_imm", num_slots=64)
+    with pytest.raises(ConfigError, match="at most 64 num_slots, not 65"):
+        ClientConfig(signal_mode="write_imm", num_slots=65)
 
 
 def test_the_edges_are_allowed():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
 import pytest
 
 from expertwire.cuda.compile import Cubin, compile_device_code
+from expertwire.cuda.launch import WIDE_KERNELS
 from expertwire.cuda.source import DEVICE, device_source
 from expertwire.device_structs import KERNEL_ARGS
 
@@ -32,6 +34,11 @@ def test_nvrtc_compiles_without_a_gpu(tmp_path):
     assert set(first.kernels()) == set(KERNEL_ARGS) and not first.cached
     again = compile_device_code("sm_90", tmp_path)
     assert again.cached and again.code == first.code
+
+
+def test_launches_know_which_kernels_take_eight_warps_at_most():
+    found = set(re.findall(r"^EW_WIDE_KERNEL\((\w+),", device_source(), re.MULTILINE))
+    assert found == WIDE_KERNELS
 
 
 def test_only_target_cuh_has_branches():

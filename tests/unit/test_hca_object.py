@@ -9,6 +9,7 @@ import threading
 import pytest
 from tests.conformance.rig import PEER_LOST, Rig
 
+from expertwire.connection import Endpoint
 from expertwire.errors import HcaError
 from expertwire.hca.soft import QpMemory, SoftHca
 from expertwire.memory import Buffer
@@ -215,3 +216,18 @@ def test_stats_count_what_happened():
         assert (stats["bytes"], stats["cqes"], stats["error_cqes"]) == (103, 3, 1)
         assert stats["doorbells"] == 2 and rig.error() == PEER_LOST
         assert stats["wqes"]["NOP"] == 1
+
+
+def test_a_completion_queue_that_is_not_filled_is_refused(monkeypatch):
+    """Zeros from somebody else's HCA would read as a completion; nothing is left open."""
+    with SoftHca(thread=False) as hca:
+        create = hca.create_qp
+
+        def zeroed(depth):
+            qp = create(depth)
+            ctypes.memset(qp.info.cq_addr, 0, 64)
+            return qp
+
+        monkeypatch.setattr(hca, "create_qp", zeroed)
+        with pytest.raises(HcaError, match="not filled with 0xff"):
+            Endpoint(hca, send_bytes=64, recv_bytes=64)

@@ -142,13 +142,13 @@ def test_waiting_thread_runs_the_engine():
 
 
 # --- the engine thread --------------------------------------------------------------------
-def thread_cpu_ns() -> dict[str, int]:
-    """CPU time of every thread of this process, from the scheduler."""
+def thread_cpu_ns(column: int = 0) -> dict[str, int]:
+    """CPU time of every thread of this process, from the scheduler; column 2: times it was run."""
     times = {}
     for task in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{task}/schedstat") as file:
-                times[task] = int(file.read().split()[0])
+                times[task] = int(file.read().split()[column])
         except FileNotFoundError:
             continue
     return times
@@ -163,6 +163,38 @@ def test_idle_engine_thread_uses_next_to_no_cpu():
         time.sleep(0.5)
         used = thread_cpu_ns()[task] - begin
         assert used < 0.05 * 0.5e9, f"{used / 5e6:.1f} % of a core"
+
+
+def test_idle_engine_thread_looks_at_its_queues_less_and_less_often():
+    """A hundred idle engines of a hundred queues each must not fill two cores with looking."""
+    before = set(thread_cpu_ns())
+    with SoftHca(thread=True):
+        time.sleep(0.7)  # 5 + 10 + 20 + ... ms
+        (task,) = set(thread_cpu_ns()) - before
+        begin = thread_cpu_ns(2)[task]
+        time.sleep(1.0)
+        looks = thread_cpu_ns(2)[task] - begin
+        assert 1 <= looks <= 12, "every 320 ms in the end; every 5 ms would be 200"
+
+
+def test_an_entry_that_is_held_up_is_tried_again_soon():
+    with Rig(thread=True) as rig:
+        time.sleep(0.7)  # looks have become rare
+        refused: list[float] = []
+
+        def hook(*_) -> int:
+            refused.append(time.monotonic())
+            return HOOK_STALL if len(refused) < 20 else 0
+
+        rig.here.set_hook(hook)
+        rig.post(rig.inline(0, b"late"))
+        rig.here.kick()
+        deadline = time.monotonic() + 5
+        while rig.qp.indices()[1] < rig.next_idx:
+            assert time.monotonic() < deadline, "20 looks at 320 ms would be 6.4 s"
+            time.sleep(0.001)
+        rig.here.set_hook(None)
+        assert len(refused) == 20
 
 
 def test_kick_wakes_the_engine_thread_and_a_forgotten_kick_costs_little():

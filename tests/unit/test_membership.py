@@ -11,7 +11,7 @@ from tests.followers import Follower, closing, free_address, ids
 from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, Peer, model_facts, server_facts
 
-from expertwire import membership
+from expertwire import registry_thread
 from expertwire.errors import AuthError, ConfigError, ProtocolError, WaitTimeout
 from expertwire.membership import Lease, Membership, ask, parse_members
 from expertwire.registry import Registry
@@ -20,8 +20,8 @@ from expertwire.registry import Registry
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """Short pauses between attempts, and nothing left at the end."""
-    monkeypatch.setattr(membership, "LONGEST_PAUSE", 0.2)
-    monkeypatch.setattr(membership, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(registry_thread, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(registry_thread, "FIRST_PAUSE", 0.05)
     with nothing_left_behind():
         yield
 
@@ -191,11 +191,11 @@ def test_another_model_is_refused_with_both_names_and_may_come_later(reg):
 
 
 def test_a_refused_server_does_not_hammer_the_registry(reg, monkeypatch):
-    monkeypatch.setattr(membership, "LONGEST_PAUSE", 2.0)
+    monkeypatch.setattr(registry_thread, "LONGEST_PAUSE", 2.0)
     attempts = []
-    connect = membership.connect_tcp
+    connect = registry_thread.connect_tcp
     monkeypatch.setattr(
-        membership, "connect_tcp", lambda *args: attempts.append(1) or connect(*args)
+        registry_thread, "connect_tcp", lambda *args: attempts.append(1) or connect(*args)
     )
     holder = Peer(reg.address)
     holder.register("a")

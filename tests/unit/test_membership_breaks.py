@@ -11,7 +11,7 @@ from tests.followers import Follower, closing, free_address, ids
 from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, Peer, model_facts, server_facts
 
-from expertwire import membership, question
+from expertwire import question, registry_thread
 from expertwire.control import parse_address
 from expertwire.errors import WaitTimeout
 from expertwire.membership import Lease, Membership, ask
@@ -21,8 +21,8 @@ from expertwire.registry import Registry
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """Short pauses between attempts, and nothing left at the end."""
-    monkeypatch.setattr(membership, "LONGEST_PAUSE", 0.2)
-    monkeypatch.setattr(membership, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(registry_thread, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(registry_thread, "FIRST_PAUSE", 0.05)
     with nothing_left_behind():
         yield
 
@@ -157,15 +157,15 @@ def test_a_client_of_an_earlier_registry_meets_another_model():
 
 
 def test_attempts_back_off(monkeypatch):
-    monkeypatch.setattr(membership, "FIRST_PAUSE", question.FIRST_PAUSE)
-    monkeypatch.setattr(membership, "LONGEST_PAUSE", question.LONGEST_PAUSE)
+    monkeypatch.setattr(registry_thread, "FIRST_PAUSE", question.FIRST_PAUSE)
+    monkeypatch.setattr(registry_thread, "LONGEST_PAUSE", question.LONGEST_PAUSE)
     times = []
 
     def refuse(address, *_):
         times.append(time.monotonic())
         raise WaitTimeout("nobody", "connect", address)
 
-    monkeypatch.setattr(membership, "connect_tcp", refuse)
+    monkeypatch.setattr(registry_thread, "connect_tcp", refuse)
     address = free_address()
     assert parse_address(address)
     client = Membership(address, TOKEN)

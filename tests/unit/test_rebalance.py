@@ -86,8 +86,9 @@ def test_rows_are_added_up_over_servers():
     servers = [
         {"experts": [0, 2], "stats": {"expert_rows": [5, 7]}},
         {"experts": [1, 2], "stats": {"expert_rows": [1, 2]}}, {"experts": [3], "stats": {}},
+        {"experts": [0], "stats": {"row_experts": [0, 3], "expert_rows": [10, 20]}},  # dropped 3
     ]
-    assert measured_rows(servers, 4) == [5, 1, 9, 0]
+    assert measured_rows(servers, 4) == [15, 1, 9, 20]
 
 
 def test_the_command_measures_and_plans(capsys, monkeypatch):
@@ -110,12 +111,10 @@ def test_the_command_measures_and_plans(capsys, monkeypatch):
             for server in servers:
                 registry.members[server.server_id].stats = server.stats()
 
-        result = run_rebalance(registry.address, seconds=0.1, places=5, sleep=work)
+        result = run_rebalance(
+            registry.address, seconds=0.1, places=5, dry_run=True, sleep=work
+        )
         assert result["rows"] == [20 * 60, 0, 0, 0, 0, 0]
         assert 0 in result["servers"]["s1"]["add"]
         assert result["imbalance_before"] == 2.0 and result["imbalance"] == 1.0
         assert "s1: add 0" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="only"):
-        from expertwire.cli import rebalance
-
-        rebalance(dry_run=False)

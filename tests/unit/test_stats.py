@@ -80,12 +80,12 @@ def test_counters_of_one_server():
     counters = ServerCounters()
     assert counters.summary() == {
         "rows": 0, "messages": 0, "bytes_sent": 0, "bytes_received": 0, "p50_us": 0.0,
-        "p99_us": 0.0,
+        "p99_us": 0.0, "wait_ms": 0.0,
     }
     counters.add(rows=3, bytes_sent=100, bytes_received=50, duration_ns=4000)
     counters.add(rows=5, bytes_sent=200, bytes_received=70, duration_ns=8000)
     summary = counters.summary()
-    assert summary["p50_us"] == 6.0
+    assert summary["p50_us"] == 6.0 and summary["wait_ms"] == 0.012
     assert (summary["rows"], summary["messages"]) == (8, 2)
     assert (summary["bytes_sent"], summary["bytes_received"]) == (300, 120)
 
@@ -106,5 +106,5 @@ def test_counters_and_their_durations_share_one_block():
     words[7] = 4000
     assert counters.summary() == {
         "rows": 9, "messages": 2, "bytes_sent": 30, "bytes_received": 40, "p50_us": 3.0,
-        "p99_us": pytest.approx(3.98, abs=0.05),
+        "p99_us": pytest.approx(3.98, abs=0.05), "wait_ms": 0.006,
     }

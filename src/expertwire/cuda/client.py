@@ -5,34 +5,51 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..device_structs import (
+    LOST_DISCONNECTED,
     STAGE_NAMES,
     STATUS_BAD_ARGUMENT,
     STATUS_NAMES,
+    STATUS_PEER_LOST,
     STATUS_TIMEOUT,
     ClientServer,
     KernelStatus,
 )
-from ..errors import ConfigError, ExpertwireError, RejectedError, WaitTimeout
+from ..errors import (
+    ConfigError,
+    ExpertwireError,
+    RejectedError,
+    ServerLostError,
+    WaitTimeout,
+)
 from ..inputs import InputCheck
 from ..message import DATA_TYPES, REASON_TEXT, Reason, SlotShape, dtype_of
 from ..routing import expert_table
 from ..target import GpuTarget
-from .flight import GpuFlight
+from .flight import MAX_FAILOVERS, GpuFlight
 from .pinned import PinnedBuffer
+
+if TYPE_CHECKING:
+    from .endpoint import GpuEndpoint
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A server as this GPU reaches it: its experts and the address of each request slot."""
+    """A server as this GPU reaches it: its experts and the address of each request slot.
+
+    endpoint: messages are made in its `send` memory and go through its work queue; request_addrs
+    are then the server's own. Else the slots are mapped here and written in place.
+    """
 
     server_id: int
     experts: Sequence[int]
     request_addrs: Sequence[int]
+    endpoint: GpuEndpoint | None = None
 
 
 class GpuHandle:
@@ -59,8 +76,10 @@ class GpuClient:
 
     model: name, num_layers, hidden_size, num_experts, top_k and dtype, as servers give it. peers:
     the servers; together they hold every expert. shape: of the connections. timeout: seconds that
-    a combine waits for replies before its rows become NaN. after_send: called after each send,
-    for a server that is to work on the caller's stream. waits_apart: servers are on the same GPU,
+    a combine waits for replies. A server that is silent for so long is lost: where each of its
+    experts has a replica, the batch goes there in the same step, else its rows become NaN.
+    after_send: called after each send, for servers of this process that are to work on the caller's
+    stream (and cannot be lost). waits_apart: servers are on the same GPU,
     on streams of their own, so few blocks may wait for them. reply_addrs: zeroed memory
     for each peer's reply slots that other processes can reach; default: of this process alone.
 
@@ -93,12 +112,18 @@ class GpuClient:
         self._failed = PinnedBuffer(64)
         self.failed_addr = self._failed.addr
         self._failed_code = ctypes.c_uint32.from_address(self.failed_addr)
+        self._lost_words = PinnedBuffer(4 * len(self.peers))
+        self._lost = self._lost_words.tensor.numpy()[: 4 * len(self.peers)].view(np.uint32)
         self._replies = []
         if reply_addrs is None:
             size = shape.num_slots * shape.reply_slot_bytes
             self._replies = [target.alloc(size) for _ in peers]
             reply_addrs = [block.addr for block in self._replies]
         self._reply_addrs = reply_addrs
+        self.do_ibgda = any(peer.endpoint is not None for peer in peers)
+        # Through work queues a batch is not sent again.
+        self.num_failovers = (0 if after_send or self.do_ibgda
+                              else min(self.max_replicas - 1, MAX_FAILOVERS))
         self._flights = [GpuFlight(self, i) for i in range(shape.num_slots)]
         self._next = 0
         self._after_send = after_send
@@ -111,9 +136,13 @@ class GpuClient:
         entries = (ClientServer * len(self.peers))()
         for entry, peer, reply in zip(entries, self.peers, self._reply_addrs, strict=True):
             entry.send_addr = entry.remote_addr = peer.request_addrs[slot_idx]
+            if peer.endpoint is not None:
+                entry.send_addr = peer.endpoint.send.addr + slot_idx * shape.request_slot_bytes
+                entry.peer = peer.endpoint.peer_addr
             entry.request_slot_bytes = shape.request_slot_bytes
             entry.reply_addr = reply + slot_idx * shape.reply_slot_bytes
-            entry.reply_slot_bytes, entry.in_place = shape.reply_slot_bytes, 1
+            entry.reply_slot_bytes = shape.reply_slot_bytes
+            entry.in_place = peer.endpoint is None
             entry.max_rows, entry.max_pairs = shape.max_rows, shape.max_reply_rows
             entry.slot_idx, entry.server_id = slot_idx, peer.server_id
         return entries
@@ -184,11 +213,31 @@ class GpuClient:
                 return flight
         raise ExpertwireError(f"all {len(self._flights)} slots are in flight: combine one first")
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the GPU has said that a batch failed: every further one will."""
+        return self._failed_code.value != 0
+
+    @property
+    def lost_addr(self) -> int:
+        """A word per server, for kernels: whether it is lost (client_failover.cuh)."""
+        return self._lost_words.addr
+
+    def disconnected(self, server_idx: int) -> None:
+        """Notes that a server is gone: batches under way go to its replicas at once."""
+        if not self._lost[server_idx]:
+            self._lost[server_idx] = LOST_DISCONNECTED
+
+    def lost_servers(self) -> list[int]:
+        """Ids of the servers that batches are routed around, as far as the GPU has said so."""
+        return [peer.server_id for peer, lost in zip(self.peers, self._lost, strict=True) if lost]
+
     def check(self) -> None:
         """Waits for the current stream and raises what went wrong on the GPU, if anything did.
 
-        WaitTimeout, RejectedError or ExpertwireError. A client that failed stays failed, and its
-        results are NaN.
+        WaitTimeout, ServerLostError, RejectedError or ExpertwireError. A client that failed stays
+        failed, and its results are NaN. A server that was lost is no failure while each of its
+        experts has a replica.
         """
         status = self.status.read_struct(KernelStatus)
         if status.code == 0:
@@ -199,6 +248,12 @@ class GpuClient:
             raise WaitTimeout(
                 f"server {server} did not answer within {self.timeout} s", stage, str(server),
                 status.expected, status.seen,
+            )
+        if status.code == STATUS_PEER_LOST:
+            raise ServerLostError(
+                f"server {server} is gone and no other holds all of its experts (stage {stage}, "
+                f"expected seq {status.expected}, seen {status.seen}); start one that does, and "
+                "connect anew", str(server),
             )
         if status.code == STATUS_BAD_ARGUMENT and status.syndrome:
             reason = Reason(status.syndrome)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..device_structs import (
+    SIGNAL_WRITE,
     ClientCombineArgs,
+    ClientFailoverArgs,
     ClientPackArgs,
+    ClientPutArgs,
     ClientRouteArgs,
     ClientSendArgs,
     MessageShape,
     RouteTables,
 )
 from ..target import Runnable
+from .launch import WARP_SIZE
 
 if TYPE_CHECKING:
     from .client import GpuClient
@@ -24,6 +29,7 @@ MAX_BLOCKS = 128
 # Blocks that may wait for kernels of the same GPU: each may keep a multiprocessor from them, since
 # its memory is not divided anew between cache and shared memory while a block runs.
 MAX_WAITING_BLOCKS = 8
+MAX_FAILOVERS = 2  # of one batch, where there are so many replicas
 SEND_PIECE, COMBINE_PIECE = 2048, 1024  # bytes, elements that a warp takes (target_gpu.cuh)
 
 
@@ -46,11 +52,11 @@ class GpuFlight:
             target.place(client.slot_entries(slot_idx)), target.alloc(num_servers * 4),
             target.alloc(num_servers * 4), target.alloc(num_servers * shape.max_rows * 4),
             target.alloc(max_pairs * 4), target.alloc(max_pairs * 4), target.alloc(8),
-            target.alloc(4),
+            target.alloc(4), target.alloc(4), target.alloc(8),
+            target.alloc(num_servers * (-(-shape.max_rows // WARP_SIZE) + 1) * 8),
         ]
-        servers, batch_size, num_pairs, row_token, pair_server, pair_row, seq, arrived = (
-            block.addr for block in self._memory
-        )
+        (servers, batch_size, num_pairs, row_token, pair_server, pair_row, seq, arrived,
+         self._resend, self._counted_before, row_counts) = (block.addr for block in self._memory)
         tables = RouteTables(
             batch_size=batch_size, num_pairs=num_pairs, row_token=row_token,
             pair_server=pair_server, pair_row=pair_row, row_stride=shape.max_rows,
@@ -61,7 +67,7 @@ class GpuFlight:
             data_type=client.data_type, reply_mode=shape.reply_mode, reply_type=client.data_type,
             client_id=client.client_id,
         )
-        counts = client.counts.addr
+        self._num_skipped = counts = client.counts.addr
         self._send = ClientSendArgs(
             route=ClientRouteArgs(
                 expert_servers=client.expert_servers.addr, tables=tables, num_skipped=counts,
@@ -71,16 +77,29 @@ class GpuFlight:
             pack=ClientPackArgs(
                 servers=servers, tables=tables, shape=message, missing_expert=counts + 8
             ),
-            seq=seq, arrived=arrived,
+            seq=seq, arrived=arrived, counts=row_counts,
         )
         self._combine = ClientCombineArgs(
             servers=servers, tables=tables, shape=message, status=client.status.addr, seq=seq,
             failed=client.failed_addr, timeout_ns=int(client.timeout * 1e9),
             output_type=client.data_type,
         )
+        self._num_failovers = client.num_failovers
+        self._failover = ClientFailoverArgs(
+            expert_servers=client.expert_servers.addr, lost=client.lost_addr, resend=self._resend,
+            num_experts=client.num_experts, max_replicas=client.max_replicas,
+        )
+        self._put: ClientPutArgs | None = None
+        if client.do_ibgda:
+            self._send.pack.seq = seq
+            self._put = ClientPutArgs(
+                servers=servers, tables=tables, shape=message, status=client.status.addr,
+                missing_expert=counts + 8, max_loaded_servers=num_servers,
+                signal_mode=SIGNAL_WRITE, seq=seq,
+            )
         # Views of the nested structures: making one costs more than using it.
         self._route, self._pack = self._send.route, self._send.pack
-        self._shapes = self._pack.shape, self._combine.shape
+        self._shapes = [args.shape for args in (self._pack, self._combine, self._put) if args]
         self._launches: dict[tuple[str, int], Runnable] = {}
         self._num_tokens = 0
 
@@ -99,22 +118,51 @@ class GpuFlight:
         route.num_tokens, route.experts_per_row = num_tokens, top_k
         pack.hidden, pack.hidden_stride = hidden.data_ptr(), hidden.stride(0) * hidden.itemsize
         pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)
-        pieces = num_tokens * -(-self._row_bytes // SEND_PIECE)
-        self._launch("client_send_direct", self._send, num_blocks(pieces)).run()
+        self._send.only_if, route.num_skipped = 0, self._num_skipped
+        self._run_send()
+
+    def _run_send(self) -> None:
+        if self._put is not None:
+            self._launch_put().run()
+            return
+        pieces = self._num_tokens * -(-self._row_bytes // SEND_PIECE)
+        self._launch("client_send_direct", self._send, num_blocks(pieces) + 1).run()
 
     def launch_combine(self, output: torch.Tensor) -> None:
-        """Waits on the GPU for the replies and sums them into output [T, H]."""
+        """Waits on the GPU for the replies and sums them into output [T, H].
+
+        Before that, where there are replicas: sends what servers did not answer to others.
+        """
         combine = self._combine
         combine.output = output.data_ptr()
         combine.output_stride = output.stride(0) * output.itemsize
         combine.num_tokens = self._num_tokens
+        for _ in range(self._num_failovers):
+            self._failover.wait = combine
+            self._launch("client_failover", self._failover, 1).run()
+            # The second time, ids that are no expert are counted where nobody looks.
+            self._send.only_if, self._route.num_skipped = self._resend, self._counted_before
+            self._run_send()
         pieces = self._num_tokens * -(-output.shape[1] // COMBINE_PIECE)
         blocks = num_blocks(pieces)
         if self._waits_apart and blocks > MAX_WAITING_BLOCKS:
             self._launch("client_wait", combine, 1).run()
         self._launch("client_combine", combine, blocks).run()
 
-    def _launch(self, name: str, args: ClientSendArgs | ClientCombineArgs, grid: int) -> Runnable:
+    def _launch_put(self) -> Runnable:
+        """Route, pack and put of the work queue: the pack is of many blocks, the others of one."""
+        grid = num_blocks(self._num_tokens)
+        launch = self._launches.get(("client_put_ibgda", grid))
+        if launch is None:
+            assert self._put is not None
+            launch = self._target.prepare(
+                [("client_route", self._route), ("client_pack", self._pack),
+                 ("client_put_ibgda", self._put)], grid=[1, grid, 1], warps=WARPS,
+            )
+            self._launches["client_put_ibgda", grid] = launch
+        return launch
+
+    def _launch(self, name: str, args: ctypes.Structure, grid: int) -> Runnable:
         launch = self._launches.get((name, grid))
         if launch is None:
             launch = self._target.prepare([(name, args)], grid=grid, warps=WARPS)

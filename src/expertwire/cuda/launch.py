@@ -15,6 +15,9 @@ from ..errors import ConfigError, ExpertwireError
 from .compile import compile_device_code, require
 
 WARP_SIZE = 32
+# Kernels that hold rows in registers (EW_WIDE_KERNEL): blocks of at most 8 warps.
+WIDE_KERNELS = {"client_send_direct", "client_combine", "server_reply_in_place",
+                "server_echo_in_place"}
 _thread = threading.local()  # devices whose context is current on this thread
 
 
@@ -83,9 +86,11 @@ class Launch:
                 raise ExpertwireError(
                     f"kernel {name} takes {KERNEL_ARGS[name].__name__}, not {type(args).__name__}"
                 )
-            if not 1 <= blocks < 2**31 or not 1 <= count <= 32:
+            most = 8 if name in WIDE_KERNELS else 32
+            if not 1 <= blocks < 2**31 or not 1 <= count <= most:
                 raise ExpertwireError(
-                    f"launch geometry of {blocks} blocks with {count} warps is not possible"
+                    f"launch geometry of {blocks} blocks with {count} warps is not possible: "
+                    f"{name} takes at most {most} warps a block"
                 )
             params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
             self._steps.append((name, kernels[name], blocks, count * WARP_SIZE, params, args))

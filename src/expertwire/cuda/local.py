@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
 from ..message import ReplyMode, SlotShape
-from .client import GpuClient, GpuHandle, Peer
+from .client import GpuClient, Peer
 from .experts import GpuExperts
+from .layers import GpuLayers
 from .server import GpuServer
 
 CLIENT_ID = 1
 WAIT_US = 200.0  # of one pass on the server's own stream: how long synchronising may take longer
 
 
-class LocalExperts:
+class LocalExperts(GpuLayers):
     """The experts of a model behind a server on the same GPU.
 
     experts: all experts of the model. top_k: the most experts per token. max_rows: rows per
@@ -34,9 +34,7 @@ class LocalExperts:
         self, experts: GpuExperts, top_k: int, *, max_rows: int = 512, num_slots: int = 2,
         batch_invariant: bool = True, own_stream: bool = False, timeout: float = 2.0,
     ):
-        if torch.cuda.is_current_stream_capturing():
-            raise ConfigError("LocalExperts compiles and warms up when it is made, which a CUDA "
-                              "graph capture cannot hold: make it before the capture")
+        self.refuse_capture()
         num_experts = len(experts.experts)
         self.experts, self.own_stream = experts, own_stream
         self.model_info = {
@@ -61,13 +59,9 @@ class LocalExperts:
                 after_send=None if own_stream else self.server.enqueue, waits_apart=own_stream,
             )
             self.server.connect(CLIENT_ID, self.client.reply_addrs(0))
-            # One batch there and back, so that nothing is loaded or compiled later.
             if own_stream:
                 self.server.start()
-            hidden = torch.zeros(1, experts.hidden_size, dtype=experts.dtype, device=experts.device)
-            ids = torch.zeros(1, top_k, dtype=torch.int64, device=experts.device)
-            self.moe(0, hidden, ids, torch.zeros_like(ids, dtype=torch.float32))
-            self.check()
+            self.warm_up()
 
     @classmethod
     def from_model(cls, model: Any, **options: Any) -> LocalExperts:
@@ -79,18 +73,6 @@ class LocalExperts:
         top_k = model.config.get_text_config().num_experts_per_tok
         return cls(GpuExperts.from_model(model), top_k, **options)
 
-    def moe(
-        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """One MoE layer on the current stream, see `GpuClient.moe`."""
-        return self.client.moe(layer, hidden, topk_ids, topk_weights)
-
-    def dispatch(
-        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> GpuHandle:
-        """Sends a batch; `combine` of what it returns is the result. See `GpuClient.dispatch`."""
-        return self.client.dispatch(layer, hidden, topk_ids, topk_weights)
-
     def check(self) -> None:
         """Waits for the current stream and raises what went wrong, see `GpuClient.check`."""
         self.server.check()
@@ -99,9 +81,3 @@ class LocalExperts:
     def close(self) -> None:
         """Ends the server's passes. Idempotent."""
         self.server.close()
-
-    def __enter__(self) -> LocalExperts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

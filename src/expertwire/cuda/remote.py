@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
+import selectors
+import socket
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,69 +19,121 @@ import torch
 from ..control import Channel, connect_unix, load_token
 from ..device_structs import SIGNAL_WRITE
 from ..errors import ConfigError, ExpertwireError, NoServerError, ProtocolError, WaitTimeout
-from ..link import DATA_PROTOCOL, parse_hex
+from ..link import DATA_PROTOCOL
 from ..membership import Members, Membership, ServerInfo
 from ..message import ReplyMode, SlotShape, dtype_of
-from .client import GpuClient, GpuHandle, Peer
-from .ipc import Exported, Imported
-from .service import device_name
+from .client import GpuClient, Peer
+from .hca import GpuHca
+from .layers import GpuLayers
+from .service import MEMORY_KIND, device_name
+from .slots import Slots, make_slots
+
+log = logging.getLogger("expertwire.client")
 
 LEAVE_SECONDS = 5.0
 
 
 class _Link:
-    """One server: its channel, our reply memory, its request memory as this GPU reaches it."""
+    """One server: its channel and the slots of the connection."""
 
     def __init__(
         self, server: ServerInfo, request: dict[str, Any], shape: SlotShape, token: bytes,
-        device: torch.device, deadline: float,
+        device: torch.device, hca: GpuHca | None, deadline: float,
     ):
-        self.server = server
-        self.requests: Imported | None = None
-        self.replies: Exported | None = None
+        self.server, self.shape = server, shape
+        self.slots: Slots | None = None
         self.channel: Channel = connect_unix(server.address, token, _left(deadline))
         try:
-            self.replies = Exported(device, shape.num_slots * shape.reply_slot_bytes)
-            self.channel.send({**request, "memory": self.replies.handle.hex()})
+            self.slots = make_slots(device, hca, shape.num_slots * shape.reply_slot_bytes,
+                                    shape.num_slots * shape.request_slot_bytes)
+            fields, fds = self.slots.offer()
+            self.channel.send({**request, **fields}, fds)
             reply, fds = self.channel.recv(_left(deadline))
-            for fd in fds:
-                os.close(fd)
-            if reply.get("type") == "error":
-                raise ConfigError(f"server {server.server_id} refused the connection: "
-                                  f"{reply.get('reason', 'no reason given')}")
-            if reply.get("type") != "connected":
-                raise ProtocolError(f"server {server.server_id} answered {reply.get('type')!r}")
+            self._check(reply, fds)
+            self.slots.connect(reply, fds)
             self.is_here = reply.get("device") == device_name(device)
-            self.requests = Imported(device, parse_hex(reply, "memory"),
-                                     shape.num_slots * shape.request_slot_bytes)
         except BaseException:
             self.close()
             raise
 
+    def _check(self, reply: dict[str, Any], fds: list[int]) -> None:
+        name = self.server.server_id
+        if reply.get("type") == "connected":
+            return
+        for fd in fds:
+            os.close(fd)
+        if reply.get("type") == "error":
+            raise ConfigError(f"server {name} refused the connection: "
+                              f"{reply.get('reason', 'no reason given')}")
+        raise ProtocolError(f"server {name} answered {reply.get('type')!r}")
+
+    def peer(self) -> Peer:
+        """The server as the client takes it."""
+        assert self.slots is not None
+        first, size = self.slots.peer_addr, self.shape.request_slot_bytes
+        return Peer(self.server.seat, self.server.experts,
+                    [first + i * size for i in range(self.shape.num_slots)], self.slots.endpoint)
+
     def close(self) -> None:
-        """Lets go of the server's memory, and of ours once the server has. Idempotent."""
-        if self.requests is not None:
-            self.requests.close()
+        """Lets go of the memory of both, and waits until the server has. Idempotent."""
+        slots, self.slots = self.slots, None
+        if slots is not None:
+            slots.close()
         with contextlib.suppress(ExpertwireError):
             self.channel.send({"type": "leave"}, timeout=1.0)
             deadline = time.monotonic() + LEAVE_SECONDS
             while True:  # until the server closes its end, which it does last
                 self.channel.recv(_left(deadline))
         self.channel.close()
-        if self.replies is not None:
-            self.replies.close()
+
+
+class _Watch:
+    """A thread that tells the client of connections that end; a server sends nothing by itself."""
+
+    def __init__(self, client: GpuClient, links: Sequence[_Link]):
+        self._client, self._links = client, links
+        self._wake, theirs = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, args=(theirs,), name="gpu-links",
+                                        daemon=True)
+        self._thread.start()
+
+    def _run(self, wake: socket.socket) -> None:
+        with wake, selectors.DefaultSelector() as selector:
+            selector.register(wake, selectors.EVENT_READ, -1)
+            for idx, link in enumerate(self._links):
+                selector.register(link.channel, selectors.EVENT_READ, idx)
+            while True:
+                for key, _ in selector.select():
+                    if key.data < 0:
+                        return
+                    selector.unregister(key.fileobj)
+                    self._client.disconnected(key.data)
+                    log.warning("server %s: its connection closed; its experts' replicas are used",
+                                self._links[key.data].server.server_id)
+
+    def close(self) -> None:
+        self._wake.close()
+        self._thread.join(5)
 
 
 def _left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-class RemoteExperts:
+class RemoteExperts(GpuLayers):
     """All experts of a model, held by servers of this host (`expertwire serve --device cuda`).
 
     registry: HOST:PORT. device: of this client, default torch's current one. token: default as for
     `Client`. Other arguments as for `LocalExperts`; connect_timeout: seconds to find servers for
     every expert and connect to them. The servers are those that are there now.
+
+    A server that dies or is silent for `timeout` seconds is not used again: where each of its
+    experts has a replica, its rows of the batch under way go there, in the same step, also in CUDA
+    graphs; else the client fails. `lost_servers` tells.
+
+    do_ibgda: messages go through work queues that an HCA kernel on one multiprocessor executes
+    (hca.py), as they would through an adapter; else kernels write into the servers' slots. Through
+    work queues a lost server is a failure, replica or not.
 
     Use it as `LocalExperts`: `moe`, `dispatch`, `check`, `expertwire.transformers.attach`. Raises
     NoServerError, WaitTimeout, AuthError, ConfigError, HcaError where memory cannot be shared.
@@ -86,86 +143,109 @@ class RemoteExperts:
         self, registry: str, *, device: torch.device | int | None = None,
         token: bytes | None = None, max_rows: int = 256, num_slots: int = 2,
         batch_invariant: bool = True, timeout: float = 5.0, connect_timeout: float = 10.0,
+        do_ibgda: bool = False,
     ):
-        if torch.cuda.is_current_stream_capturing():
-            raise ConfigError("RemoteExperts connects when it is made: make it before the capture")
-        index = torch.cuda.current_device() if device is None else device
-        self.device = index if isinstance(index, torch.device) else torch.device("cuda", index)
-        token = load_token() if token is None else token
-        deadline = time.monotonic() + connect_timeout
-        servers = find_servers(registry, token, connect_timeout)
+        self.refuse_capture()
+        self.device = gpu_device(device)
+        self._registry, self._token = registry, load_token() if token is None else token
+        self._max_rows, self._num_slots = max_rows, num_slots
+        self._reply_mode = ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM
+        self._timeout, self._connect_timeout = timeout, connect_timeout
+        self._do_ibgda = do_ibgda
+        self._hca: GpuHca | None = None
+        self._links: list[_Link] = []
+        self._watch: _Watch | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + self._connect_timeout
+        servers = find_servers(self._registry, self._token, self._connect_timeout)
         self.model_info = model = servers[0].model
-        element = dtype_of(model["dtype"]).itemsize
-        shape = SlotShape(
-            num_slots=num_slots, max_rows=max_rows, experts_per_row=model["top_k"],
-            hidden_size=model["hidden_size"], element_bytes=element, fp8=False,
-            reply_mode=ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM,
-            reply_element_bytes=element,
-        )
+        shape = self._shape(model)
         client_id = 1 + secrets.randbelow((1 << 32) - 1)
         request = {
-            "type": "connect", "data_protocol": DATA_PROTOCOL, "memory_kind": "cuda_ipc",
+            "type": "connect", "data_protocol": DATA_PROTOCOL, "memory_kind": MEMORY_KIND,
             "client_id": client_id, "client": f"client-{os.getpid()}",
             "fingerprint": model["fingerprint"], "shape": dataclasses.asdict(shape),
-            "num_qps": 1, "signal_mode": SIGNAL_WRITE, "do_ibgda": False,
+            "num_qps": 1, "signal_mode": SIGNAL_WRITE, "do_ibgda": self._do_ibgda,
         }
-        self._links: list[_Link] = []
         try:
             with torch.cuda.device(self.device):
+                if self._do_ibgda:
+                    self._hca = GpuHca(self.device.index)
                 for server in servers:
-                    self._links.append(_Link(server, request, shape, token, self.device, deadline))
+                    self._links.append(_Link(server, request, shape, self._token, self.device,
+                                             self._hca, deadline))
                 self.client = GpuClient(
-                    model, [_peer(link, shape) for link in self._links], shape, self.device,
-                    client_id=client_id, timeout=timeout,
+                    model, [link.peer() for link in self._links], shape, self.device,
+                    client_id=client_id, timeout=self._timeout,
                     waits_apart=any(link.is_here for link in self._links),
-                    reply_addrs=[link.replies.addr for link in self._links if link.replies],
+                    reply_addrs=[link.slots.own_addr for link in self._links if link.slots],
                 )
-                # One batch there and back, so that nothing is loaded or compiled later.
-                hidden = torch.zeros(1, shape.hidden_size, dtype=self.client.dtype,
-                                     device=self.device)
-                ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-                self.moe(0, hidden, ids, torch.zeros_like(ids, dtype=torch.float32))
-                self.check()
+                self._watch = _Watch(self.client, self._links)
+                self.warm_up()
         except BaseException:
             self.close()
             raise
 
-    def moe(
-        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """One MoE layer on the current stream, see `GpuClient.moe`."""
-        return self.client.moe(layer, hidden, topk_ids, topk_weights)
+    def _shape(self, model: dict[str, Any]) -> SlotShape:
+        element = dtype_of(model["dtype"]).itemsize
+        return SlotShape(
+            num_slots=self._num_slots, max_rows=self._max_rows, experts_per_row=model["top_k"],
+            hidden_size=model["hidden_size"], element_bytes=element, fp8=False,
+            reply_mode=self._reply_mode, reply_element_bytes=element,
+        )
 
-    def dispatch(
-        self, layer: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-    ) -> GpuHandle:
-        """Sends a batch; `combine` of what it returns is the result. See `GpuClient.dispatch`."""
-        return self.client.dispatch(layer, hidden, topk_ids, topk_weights)
+    def is_ready(self) -> bool:
+        """Whether the next batch can be answered, as far as is known without asking the GPU."""
+        return bool(self._links) and not self.client.has_failed
 
-    def check(self) -> None:
-        """Waits for the current stream and raises what went wrong, see `GpuClient.check`."""
-        self.client.check()
+    def recover(self) -> None:
+        """After a failure: connects to the servers that are there now; else nothing.
+
+        CUDA graphs that were captured before must not be replayed after. Raises as the constructor.
+        """
+        if not self.is_ready():
+            self.close()
+            self._connect()
+
+    def stats(self) -> dict[str, Any]:
+        """Servers by id with seat and number of experts, and which of them are lost; with work
+        queues also what the HCA has done."""
+        return {
+            "servers": {link.server.server_id: {"seat": link.server.seat,
+                                                "experts": len(link.server.experts)}
+                        for link in self._links},
+            "lost": self.lost_servers(), "skipped_ids": self.client.num_skipped,
+            **({"hca": self._hca.stats()} if self._hca else {}),
+        }
+
+    def lost_servers(self) -> list[str]:
+        """Ids of the servers that are not used any more."""
+        seats = set(self.client.lost_servers())
+        return [link.server.server_id for link in self._links if link.server.seat in seats]
 
     def close(self) -> None:
         """Waits for the GPU, then leaves the servers; seconds if one hangs. Idempotent."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         links, self._links = self._links, []
         if links:
             torch.cuda.synchronize(self.device)
         for link in links:
             link.close()
-
-    def __enter__(self) -> RemoteExperts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        hca, self._hca = self._hca, None
+        if hca is not None:
+            hca.close()
 
 
-def _peer(link: _Link, shape: SlotShape) -> Peer:
-    assert link.requests is not None
-    first = link.requests.addr
-    return Peer(link.server.seat, link.server.experts,
-                [first + i * shape.request_slot_bytes for i in range(shape.num_slots)])
+def gpu_device(device: torch.device | int | None) -> torch.device:
+    """A GPU with its index; None: torch's current one."""
+    if isinstance(device, torch.device) and device.index is not None:
+        return device
+    index = device if isinstance(device, int) else torch.cuda.current_device()
+    return torch.device("cuda", index)
 
 
 def find_servers(registry: str, token: bytes, timeout: float) -> list[ServerInfo]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
-from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,11 +22,13 @@ from ..device_structs import (
 from ..errors import ConfigError, ExpertwireError
 from ..message import DATA_TYPES, ReplyMode, SlotShape
 from ..target import GpuTarget
-from .compile import require
 from .experts import GpuExperts
+from .passes import Passes
 
-WARPS = 8
-PASSES_AHEAD = 4  # graphs that wait on the GPU while the CPU sleeps
+if TYPE_CHECKING:
+    from .endpoint import GpuEndpoint
+
+WARPS, REPLY_WARPS = 8, 16
 
 
 class GpuServer:
@@ -88,9 +89,7 @@ class GpuServer:
             [("server_reply_in_place", self._reply)], grid=blocks, warps=WARPS
         )
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._thread: threading.Thread | None = None
-        self._stop = False
-        self._error: BaseException | None = None
+        self._passes: Passes | None = None
 
     def _blocks(self) -> int:
         """Blocks of the kernels that move rows: few idle ones for small slots, enough for all."""
@@ -134,12 +133,16 @@ class GpuServer:
         """Where the client writes a request."""
         return self._requests_addr + slot_idx * self.shape.request_slot_bytes
 
-    def connect(self, client_id: int, reply_addrs: Sequence[int]) -> None:
+    def connect(
+        self, client_id: int, reply_addrs: Sequence[int], endpoint: GpuEndpoint | None = None
+    ) -> None:
         """Opens the slots for a client; reply_addrs: its reply slots as this GPU reaches them.
 
+        endpoint: replies are made in its `send` memory and go through its work queue; reply_addrs
+        are then the client's own.
         Warms up and captures the pass. Raises ExpertwireError when passes run already.
         """
-        if self._thread is not None:
+        if self._passes is not None:
             raise ExpertwireError("a client connects before the server starts")
         shape = self.shape
         entries = (ServerSlot * shape.num_slots)()
@@ -147,11 +150,18 @@ class GpuServer:
             entry.recv_addr = self.request_addr(idx)
             entry.recv_slot_bytes = shape.request_slot_bytes
             entry.reply_addr = entry.remote_reply_addr = reply_addr
+            if endpoint is not None:
+                entry.reply_addr = endpoint.send.addr + idx * shape.reply_slot_bytes
+                entry.peer = endpoint.peer_addr
             entry.reply_slot_bytes = shape.reply_slot_bytes
-            entry.client_id, entry.open, entry.in_place = client_id, 1, 1
+            entry.client_id, entry.open, entry.in_place = client_id, 1, endpoint is None
             entry.max_rows, entry.max_pairs = shape.max_rows, shape.max_reply_rows
             entry.slot_idx = idx
         self._slots.write(entries)
+        if endpoint is not None:
+            self._launch_reply = self.target.prepare(
+                [("server_reply_ibgda", self._reply)], warps=REPLY_WARPS
+            )
         self._capture()
 
     def _capture(self) -> None:
@@ -183,41 +193,16 @@ class GpuServer:
             self._graph.replay()
 
     def start(self) -> None:
-        """Keeps passes running on the server's own stream, `PASSES_AHEAD` of them enqueued."""
+        """Keeps passes running on the server's own stream, a few of them enqueued ahead."""
         if self._graph is None:
             raise ExpertwireError("a server starts after its client is connected")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="gpu-server", daemon=True)
-            self._thread.start()
-
-    def _serve(self) -> None:
-        try:
-            driver = require("cuda.bindings.driver")
-            # Another thread may be capturing: waiting for an event here is no part of it.
-            relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            (error, _) = driver.cuThreadExchangeStreamCaptureMode(relaxed)
-            if int(error) != 0:
-                raise ExpertwireError(f"the capture mode of the server's thread: {error.name}")
-            torch.cuda.set_device(self.target.device)
-            assert self._graph is not None
-            ahead: deque[torch.cuda.Event] = deque()
-            with torch.cuda.stream(self.stream):
-                while not self._stop:
-                    self._graph.replay()
-                    event = torch.cuda.Event(blocking=True)
-                    event.record()
-                    ahead.append(event)
-                    if len(ahead) > PASSES_AHEAD:
-                        ahead.popleft().synchronize()
-                for event in ahead:
-                    event.synchronize()
-        except BaseException as err:
-            self._error = err
+        if self._passes is None:
+            self._passes = Passes(self.stream, self._graph.replay, "the GPU server")
 
     def check(self) -> None:
-        """Raises what ended the server's thread, if something did."""
-        if self._error is not None:
-            raise ExpertwireError(f"the GPU server stopped: {self._error}") from self._error
+        """Raises what ended the server's passes, if something did."""
+        if self._passes is not None:
+            self._passes.check()
 
     def expert_rows(self) -> np.ndarray:
         """Rows that each held expert has served, int64 [layers, held]; waits for the GPU."""
@@ -226,10 +211,8 @@ class GpuServer:
 
     def close(self) -> None:
         """Ends the passes, at most a few waits of one pass later. Idempotent."""
-        self._stop = True
-        if self._thread is not None:
-            self._thread.join(10)
-            self._thread = None
+        if self._passes is not None:
+            self._passes.close()
         with contextlib.suppress(AttributeError):
             self.stream.synchronize()
 

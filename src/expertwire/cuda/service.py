@@ -1,7 +1,8 @@
-"""Experts on a GPU as a service for other processes of the host, over CUDA IPC memory.
+"""Experts on a GPU as a service for other processes of the host, over shared GPU memory.
 
 Membership and authentication are those of every server (registry, token, Unix socket); what is
-exchanged over the socket is one IPC handle a side. After that no byte passes through a CPU.
+exchanged over the socket is one descriptor of GPU memory a side. After that no byte passes through
+a CPU.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from ..client_link import check_request, refuse
 from ..config import ServerConfig
 from ..control import Channel, listen_unix, load_token
 from ..errors import ConfigError, ExpertwireError, ProtocolError, WaitTimeout
-from ..link import parse_hex
 from ..membership import Lease
 from ..message import ReplyMode, SlotShape
 from .experts import GpuExperts
-from .ipc import Exported, Imported
+from .hca import GpuHca
 from .server import GpuServer
+from .slots import make_slots
 
 log = logging.getLogger("expertwire.server")
 
 HANDSHAKE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0
+MEMORY_KIND = "cuda_fd"
 WAIT_US = 200.0  # of one pass for a first message
 
 
@@ -59,6 +61,7 @@ class ExpertService:
         self._lock = threading.Lock()
         self._clients: dict[threading.Thread, Channel] = {}
         self._closed = False
+        self._hca: GpuHca | None = None
 
     @classmethod
     def from_checkpoint(
@@ -165,42 +168,57 @@ class ExpertService:
     def _admit(self, channel: Channel) -> None:
         """One client from its request to its end."""
         request, fds = channel.recv(HANDSHAKE_SECONDS)
-        for fd in fds:
-            os.close(fd)
-        if request.get("memory_kind") != "cuda_ipc":
-            raise ConfigError(
-                "this server's experts are on a GPU and reached by CUDA IPC: connect with "
-                "expertwire.cuda.remote.RemoteExperts"
-            )
-        shape = check_request(request, self.model, self.config)
         experts, device = self.shard, self.shard.device
-        if shape.fp8 or shape.element_bytes != experts.dtype.itemsize:
-            raise ConfigError(f"this server takes rows of {experts.dtype} only")
-        replies = requests = server = None
+        slots = server = None
         try:
-            replies = Imported(device, parse_hex(request, "memory"),
-                               shape.num_slots * shape.reply_slot_bytes)
-            requests = Exported(device, shape.num_slots * shape.request_slot_bytes)
+            shape = self._check(request)
+            slots = make_slots(
+                device, self._open_hca() if request.get("do_ibgda") else None,
+                shape.num_slots * shape.request_slot_bytes,
+                shape.num_slots * shape.reply_slot_bytes, self.config.reply_timeout,
+            )
+            taken, fds = fds, []
+            slots.connect(request, taken)
             server = GpuServer(
                 experts, self.model["num_experts"], shape, server_id=self.lease.seat,
-                wait_us=WAIT_US, requests_addr=requests.addr,
+                wait_us=WAIT_US, requests_addr=slots.own_addr,
             )
             server.connect(request["client_id"], [
-                replies.addr + i * shape.reply_slot_bytes for i in range(shape.num_slots)
-            ])
+                slots.peer_addr + i * shape.reply_slot_bytes for i in range(shape.num_slots)
+            ], slots.endpoint)
             server.start()
+            fields, offered = slots.offer()
             channel.send({
                 "type": "connected", "server_id": self.lease.server_id or "",
-                "memory": requests.handle.hex(), "device": device_name(device),
-            })
+                "device": device_name(device), **fields,
+            }, offered)
             self._watch(channel, server)
         finally:
+            for fd in fds:
+                os.close(fd)
             if server is not None:
                 server.close()
-            if replies is not None:
-                replies.close()
-            if requests is not None:
-                requests.close()
+            if slots is not None:
+                slots.close()
+
+    def _open_hca(self) -> GpuHca:
+        """The HCA of all clients with work queues, from the first one on."""
+        with self._lock:
+            if self._hca is None:
+                self._hca = GpuHca(self.shard.device.index)
+            return self._hca
+
+    def _check(self, request: dict[str, Any]) -> SlotShape:
+        """The slots that a client asks for. Raises ConfigError, ProtocolError."""
+        if request.get("memory_kind") != MEMORY_KIND:
+            raise ConfigError(
+                "this server's experts are on a GPU, their memory is shared with clients on GPUs "
+                "of this host: connect with --device cuda, or expertwire.cuda.remote.RemoteExperts"
+            )
+        shape = check_request(request, self.model, self.config)
+        if shape.fp8 or shape.element_bytes != self.shard.dtype.itemsize:
+            raise ConfigError(f"this server takes rows of {self.shard.dtype} only")
+        return shape
 
     def _watch(self, channel: Channel, server: GpuServer) -> None:
         """Until the client leaves, dies, or this service closes."""
@@ -230,6 +248,8 @@ class ExpertService:
             threads = list(self._clients)
         for thread in threads:
             thread.join(CLOSE_SECONDS)
+        if self._hca is not None and not any(thread.is_alive() for thread in threads):
+            self._hca.close()
         if any(thread.is_alive() for thread in threads):
             raise WaitTimeout(f"clients' passes did not end within {CLOSE_SECONDS} s", "close",
                               self.name)

@@ -21,19 +21,23 @@ struct ClientPackArgs {
   u64 scales_stride;
   u64 missing_expert;  // const i32*, from routing: nothing is packed or put unless it is -1
   u32 id_bytes, reserved;
+  u64 seq;  // const u64*: seq of the message before, for launches in graphs; 0: shape.seq
 };
 
-// What a row has beside its hidden elements: expert ids, weights, scales.
-EW_DEVICE void pack_row_facts(const ClientPackArgs& args, u32 s, u32 row, u32 token, const RequestLayout& layout) {
+// What a row has beside its hidden elements: expert ids, weights, scales. is_here(k, id): whether
+// the token's pair k, with that expert, is served by s.
+template <typename IsHere>
+EW_DEVICE void pack_row_facts(const ClientPackArgs& args, u32 s, u32 row, u32 token, const RequestLayout& layout,
+                              IsHere is_here) {
   const MessageShape& shape = args.shape;
   const ClientServer& server = at<const ClientServer>(args.servers)[s];
   const u32 top_k = shape.experts_per_row;
   i32* active = at<i32>(server.send_addr + layout.active_offset) + static_cast<u64>(row) * top_k;
   float* weights = at<float>(server.send_addr + layout.weights_offset) + static_cast<u64>(row) * top_k;
   for (u32 k = lane_id(); k < top_k; k += warp_size()) {
-    const bool here = at<const i32>(args.tables.pair_server)[token * top_k + k] == static_cast<i32>(s);
     const u64 i = token * args.ids_stride + k;
     const i64 id = args.id_bytes == 8 ? at<const i64>(args.topk_ids)[i] : at<const i32>(args.topk_ids)[i];
+    const bool here = is_here(k, id);
     active[k] = here ? static_cast<i32>(id) : -1;
     weights[k] = here ? at<const float>(args.topk_weights)[token * args.weights_stride + k] : 0.0f;
   }
@@ -49,7 +53,9 @@ EW_DEVICE void pack_row(const ClientPackArgs& args, u32 s, u32 row, const Reques
   const u64 row_bytes = hidden_row_bytes(args.shape);
   warp_copy(at<u8>(server.send_addr + layout.hidden_offset + row * row_bytes),
             at<const u8>(args.hidden + token * args.hidden_stride), row_bytes);
-  pack_row_facts(args, s, row, token, layout);
+  pack_row_facts(args, s, row, token, layout, [&](u32 k, i64) {
+    return at<const i32>(args.tables.pair_server)[token * args.shape.experts_per_row + k] == static_cast<i32>(s);
+  });
 }
 
 EW_DEVICE void pack_head(const ClientPackArgs& args, u32 s, u32 num_rows, const RequestLayout& layout) {
@@ -80,6 +86,8 @@ EW_DEVICE void pack_head(const ClientPackArgs& args, u32 s, u32 num_rows, const 
 
 EW_KERNEL(client_pack, ClientPackArgs) {
   if (*at<const i32>(args.missing_expert) >= 0) return;
+  ClientPackArgs pack = args;
+  if (args.seq) pack.shape.seq = load_relaxed(at<const u64>(args.seq), Scope::kGpu) + 1;
   // Work items of all servers in one numbering: rows of server 0, its head, rows of server 1, ...
   u64 item = global_warp();
   u64 first = 0;  // number of the current server's first item ("server_cumsum_batch_size")
@@ -89,7 +97,7 @@ EW_KERNEL(client_pack, ClientPackArgs) {
     const RequestLayout layout = message_layout(args.shape, num_rows);
     for (; item < first + num_rows; item += all_warps()) pack_row(args, s, static_cast<u32>(item - first), layout);
     if (item == first + num_rows) {
-      pack_head(args, s, num_rows, layout);
+      pack_head(pack, s, num_rows, layout);
       item += all_warps();
     }
     first += num_rows + 1;

@@ -16,6 +16,7 @@ struct ClientPutArgs {
   u64 missing_expert;  // as for packing
   u32 max_loaded_servers;  // more loaded servers than this is an error, not an overrun
   u32 signal_mode;
+  u64 seq;  // u64*, as for packing: advanced here, by a launch of one block; 0: none
 };
 
 // One store or WQE that tells the peer that everything before it is in.
@@ -23,9 +24,9 @@ EW_DEVICE bool put_flag(const IbgdaPeer* peer, u64 remote_flag, u64 local_flag, 
                         u32 slot_idx, u32 signal_mode, u32 qp_id, KernelStatus* status, u32 peer_idx) {
   if (signal_mode == kSignalAdd)
     return ibgda_add_nonfetch(peer, remote_flag, seq - previous_seq, 8, qp_id, status, peer_idx);
-  if (!ibgda_put_nbi_warp<true>(peer, remote_flag, local_flag, 8, qp_id, 0, status, peer_idx)) return false;
-  return signal_mode != kSignalWriteImm ||
-         ibgda_signal_imm(peer, remote_flag, slot_idx, qp_id, status, peer_idx);
+  if (signal_mode == kSignalWriteImm)  // into the flag's second half: the receive completion makes it the flag
+    return ibgda_put_inline(peer, remote_flag + 8, seq, 8, qp_id, status, peer_idx, kOpRdmaWriteImm, slot_idx);
+  return ibgda_put_nbi_warp<true>(peer, remote_flag, local_flag, 8, qp_id, 0, status, peer_idx);
 }
 
 // Direct path: copy into the peer's mapped memory, region by region.
@@ -94,6 +95,10 @@ EW_DEVICE void client_put(const ClientPutArgs& args) {
   for (u32 s = 0; s < num_servers; ++s) {
     if (batch_size[s] == 0) continue;
     if (loaded_idx++ / servers_per_warp == global_warp()) put_to_server<do_ibgda>(args, s, warp_id());
+  }
+  if (args.seq && global_warp() == 0 && lane_id() == 0) {
+    u64* seq = at<u64>(args.seq);
+    store_relaxed(seq, load_relaxed(seq, Scope::kGpu) + 1, Scope::kGpu);
   }
 }
 

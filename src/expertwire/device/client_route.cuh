@@ -2,7 +2,8 @@
 //
 // One block. A token goes to a server once, however many of its experts live there. Row order is
 // token order, so that the same ids always make the same messages. An expert with replicas is
-// served by replica (token index mod replicas): cheap, even, and the same on every run.
+// served by replica (token index + rotation) mod replicas: cheap, even over the tokens of a batch, and
+// even over batches of one token, because the caller's rotation differs from message to message.
 #pragma once
 
 #include "client_state.cuh"
@@ -15,7 +16,15 @@ struct ClientRouteArgs {
   u64 num_skipped;     // u64*, out: ids below 0 or beyond num_experts, added up
   u64 missing_expert;  // i32*, out: an expert that no server holds, -1 if none
   u32 id_bytes, num_tokens, experts_per_row, num_experts, max_replicas, reply_mode;
+  u32 rotation, reserved;  // see replica_rotation
 };
+
+// A pure function of the message: who sends it again gets the same routing. Where each server adds up
+// what a token's experts gave, another replica means another order of additions and so other low bits:
+// there only the layer counts, and a batch gives the same bits each time.
+EW_DEVICE u32 replica_rotation(u32 reply_mode, u64 seq, u32 layer) {
+  return reply_mode == kReplyPerExpert ? static_cast<u32>(seq * 0x9e3779b97f4a7c15ull >> 33) : layer;
+}
 
 EW_DEVICE i64 load_id(const ClientRouteArgs& args, u32 token, u32 k) {
   const u64 i = token * args.ids_stride + k;
@@ -24,9 +33,10 @@ EW_DEVICE i64 load_id(const ClientRouteArgs& args, u32 token, u32 k) {
 
 EW_DEVICE i32 server_of(const ClientRouteArgs& args, i64 expert, u32 token) {
   const i32* replicas = at<const i32>(args.expert_servers) + expert * args.max_replicas;
+  if (args.max_replicas == 1) return replicas[0];
   u32 num_replicas = 0;
   while (num_replicas < args.max_replicas && replicas[num_replicas] >= 0) ++num_replicas;
-  return num_replicas ? replicas[token % num_replicas] : -1;
+  return num_replicas ? replicas[(token + args.rotation) % num_replicas] : -1;
 }
 
 struct RouteCount {
@@ -72,8 +82,8 @@ EW_DEVICE RouteCount scan_tokens(const ClientRouteArgs& args, u32 s, u32 first, 
   return sum;
 }
 
-// One block. count: whether skipped ids are added up (blocks that route beside each other must not).
-EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
+// One block.
+EW_DEVICE void route_tokens(const ClientRouteArgs& args) {
   i32* pair_server = at<i32>(args.tables.pair_server);
   i32* pair_row = at<i32>(args.tables.pair_row);
   const u32 top_k = args.experts_per_row;
@@ -82,7 +92,7 @@ EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
     const i64 expert = load_id(args, i / top_k, i % top_k);
     i32 server = -1;
     if (expert < 0 || expert >= args.num_experts) {
-      if (count) atomic_add(at<u64>(args.num_skipped), 1ull);
+      atomic_add(at<u64>(args.num_skipped), 1ull);
     } else {
       server = server_of(args, expert, i / top_k);
       if (server < 0) *at<i32>(args.missing_expert) = static_cast<i32>(expert);
@@ -121,4 +131,4 @@ EW_DEVICE void route_tokens(const ClientRouteArgs& args, bool count) {
   }
 }
 
-EW_KERNEL(client_route, ClientRouteArgs) { route_tokens(args, true); }
+EW_KERNEL(client_route, ClientRouteArgs) { route_tokens(args); }

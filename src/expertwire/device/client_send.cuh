@@ -1,8 +1,12 @@
 // Send: route, pack and put in one launch of many blocks, for peers whose memory is mapped here.
 //
-// Every block routes for itself, which is quicker than to wait for one that does; all write the
-// same tables. Rows go straight into the peer's slot (ClientServer::in_place), in pieces, so that
-// one row keeps several warps busy. The block that finishes last releases the flags.
+// A warp takes a piece of a token and stores it into the slot of every server that the token goes
+// to (ClientServer::in_place). Where it lies there depends on the tokens before it, so each block
+// counts them all for itself, which is quicker than to wait for one that does; the loads of the
+// first piece are under way meanwhile. The block that finishes last releases the flags.
+//
+// The tables are for combining, a later launch: of several blocks the last one writes them, and no
+// message waits for it.
 #pragma once
 
 #include "client_pack.cuh"
@@ -14,47 +18,140 @@ struct ClientSendArgs {
   ClientPackArgs pack;  // servers: all in place
   u64 seq;              // u64*: seq of the last message in this slot, advanced here; 0: pack.shape.seq
   u64 arrived;          // u32*, see last_block
+  u64 counts;           // scratch, TokenGroup [num_servers][groups of warp_size() tokens + 1]
+  u64 only_if;          // const u32*: nothing is sent, the second time, unless it is not 0; 0: always sent
 };
 
-// Piece of a row's hidden bytes; the first one brings what else the row has.
-EW_DEVICE void send_piece(const ClientPackArgs& args, u32 s, u32 row, u32 piece, const RequestLayout& layout) {
-  const ClientServer& server = at<const ClientServer>(args.servers)[s];
-  const u32 token = at<const u32>(args.tables.row_token)[static_cast<u64>(s) * args.tables.row_stride + row];
-  const u64 row_bytes = hidden_row_bytes(args.shape);
-  const u64 begin = piece * copy_piece(), left = row_bytes - begin;
-  warp_copy(at<u8>(server.send_addr + layout.hidden_offset + row * row_bytes + begin),
-            at<const u8>(args.hidden + token * args.hidden_stride + begin), min_u64(left, copy_piece()));
-  if (piece == 0) pack_row_facts(args, s, row, token, layout);
+struct TokenGroup {  // as many tokens as a warp has lanes, seen from one server
+  u32 here;          // bit i: token i of the group goes there
+  u32 before;        // rows of earlier groups; of the group after the last one: all rows
+};
+constexpr u32 kSharedGroups = 1024;  // in a block's own memory, which is quicker; else in `counts`
+struct SharedGroups {
+  TokenGroup group[kSharedGroups];
+};
+constexpr u32 kSharedSlots = 32;  // servers whose slots a block knows by heart
+struct SharedSlots {
+  u64 addr[kSharedSlots], flag[kSharedSlots];
+};
+EW_DEVICE u64 send_flag(const ClientPackArgs& pack, u32 s) {
+  const ClientServer& server = at<const ClientServer>(pack.servers)[s];
+  return slot_flag(server.send_addr, server.request_slot_bytes);
+}
+constexpr u32 kServersAtOnce = 32, kIdsAtOnce = 8;  // ids: independent loads
+
+// One block: groups [num_servers][num_groups + 1]. False: some expert has no server.
+EW_DEVICE bool count_rows(const ClientRouteArgs& args, TokenGroup* groups, u32 num_groups) {
+  EW_SHARED(u32, missing);
+  if (thread_idx() == 0) missing = 0;
+  block_sync();
+  const u32 num_servers = args.tables.num_servers, stride = num_groups + 1;
+  for (u32 g = warp_id(); g < num_groups; g += num_warps()) {
+    const u32 token = g * warp_size() + lane_id();
+    for (u32 first = 0; first < num_servers; first += kServersAtOnce) {
+      u32 mask = 0;  // of the lane's token, bit i: server first + i
+      for (u32 begin = 0; token < args.num_tokens && begin < args.experts_per_row; begin += kIdsAtOnce) {
+        i64 expert[kIdsAtOnce];
+#pragma unroll
+        for (u32 i = 0; i < kIdsAtOnce; ++i)
+          expert[i] = begin + i < args.experts_per_row ? load_id(args, token, begin + i) : -1;
+#pragma unroll
+        for (u32 i = 0; i < kIdsAtOnce; ++i) {
+          if (expert[i] < 0 || expert[i] >= args.num_experts) continue;
+          const i32 server = server_of(args, expert[i], token);
+          if (server < 0) missing = 1;
+          const u32 bit = static_cast<u32>(server) - first;
+          if (bit < kServersAtOnce) mask |= 1u << bit;
+        }
+      }
+      for (u32 s = first; s < num_servers && s < first + kServersAtOnce; ++s) {
+        const u32 here = warp_ballot(mask >> (s - first) & 1);
+        if (lane_id() == 0) groups[s * stride + g].here = here;
+      }
+    }
+  }
+  block_sync();
+  for (u32 s = thread_idx(); s < num_servers; s += block_dim()) {
+    u32 rows = 0;
+    for (u32 g = 0; g < num_groups; ++g) {
+      groups[s * stride + g].before = rows;
+      rows += popcount(groups[s * stride + g].here);
+    }
+    groups[s * stride + num_groups].before = rows;
+  }
+  block_sync();
+  return missing == 0;
 }
 
-EW_KERNEL(client_send_direct, ClientSendArgs) {
-  route_tokens(args.route, block_idx() == 0);
-  block_sync();
-  if (*at<const i32>(args.route.missing_expert) >= 0) return;
+// A piece of a token's row to each of its servers; the first piece brings what else a row has.
+EW_DEVICE void send_piece(const ClientSendArgs& args, const SharedSlots& slots, const TokenGroup* groups,
+                          u32 num_groups, u32 token, u32 piece, const HeldBytes& bytes) {
+  const ClientPackArgs& pack = args.pack;
+  const u32 num_servers = pack.tables.num_servers, lane = token % warp_size();
+  for (u32 first = 0; first < num_servers; first += warp_size()) {
+    const u32 mine = first + lane_id();
+    const TokenGroup* mine_group = groups + mine * (num_groups + 1) + token / warp_size();
+    for (u32 left = warp_ballot(mine < num_servers && (mine_group->here >> lane & 1)); left; left &= left - 1) {
+      const u32 s = first + popcount((left & -left) - 1);
+      const TokenGroup* group = groups + s * (num_groups + 1);
+      const RequestLayout layout = message_layout(pack.shape, group[num_groups].before);
+      group += token / warp_size();
+      const u32 row = group->before + popcount(group->here & ((1u << lane) - 1));
+      const u64 at_byte = row * hidden_row_bytes(pack.shape) + piece * copy_piece();
+      const u64 slot = s < kSharedSlots ? slots.addr[s] : at<const ClientServer>(pack.servers)[s].send_addr;
+      put_held(at<u8>(slot + layout.hidden_offset + at_byte), bytes);
+      if (piece == 0)
+        pack_row_facts(pack, s, row, token, layout, [&](u32, i64 id) {
+          return id >= 0 && id < args.route.num_experts && server_of(args.route, id, token) == static_cast<i32>(s);
+        });
+    }
+  }
+}
+
+EW_DEVICE HeldBytes hold_piece(const ClientPackArgs& pack, u32 token, u32 piece) {
+  const u64 begin = piece * copy_piece();
+  return hold_bytes(at<const u8>(pack.hidden + token * pack.hidden_stride + begin),
+                    min_u64(hidden_row_bytes(pack.shape) - begin, copy_piece()));
+}
+
+EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
+  if (args.only_if && load_relaxed(at<const u32>(args.only_if), Scope::kGpu) == 0) return;
+  const u32 senders = grid_dim() > 1 ? grid_dim() - 1 : 1, step = senders * num_warps();
+  if (grid_dim() == 1 || block_idx() == senders) route_tokens(args.route);
+  if (block_idx() == senders) return;
+
+  const u32 pieces = static_cast<u32>((hidden_row_bytes(args.pack.shape) + copy_piece() - 1) / copy_piece());
+  const u32 num_items = args.route.num_tokens * pieces, num_servers = args.pack.tables.num_servers;
+  u32 item = global_warp();
+  HeldBytes bytes = {};
+  if (item < num_items) bytes = hold_piece(args.pack, item / pieces, item % pieces);
+
+  EW_SHARED(SharedGroups, shared);
+  EW_SHARED(SharedSlots, slots);
+  for (u32 s = thread_idx(); s < num_servers && s < kSharedSlots; s += block_dim())
+    slots.addr[s] = at<const ClientServer>(args.pack.servers)[s].send_addr, slots.flag[s] = send_flag(args.pack, s);
+  const u32 num_groups = ceil_div(args.route.num_tokens, warp_size());
+  const bool fits = num_servers * (num_groups + 1) <= kSharedGroups;
+  TokenGroup* groups = fits ? shared.group : at<TokenGroup>(args.counts);
+  const bool was_missing = *at<const i32>(args.route.missing_expert) >= 0;
   ClientPackArgs pack = args.pack;
   if (args.seq) pack.shape.seq = load_relaxed(at<const u64>(args.seq), Scope::kGpu) + 1;
-  const u32 pieces = static_cast<u32>((hidden_row_bytes(pack.shape) + copy_piece() - 1) / copy_piece());
-  const u32* batch_size = at<const u32>(pack.tables.batch_size);
-  u64 item = global_warp(), first = 0;
-  for (u32 s = 0; s < pack.tables.num_servers; ++s) {
-    if (batch_size[s] == 0) continue;
-    const u64 count = static_cast<u64>(batch_size[s]) * pieces;
-    const RequestLayout layout = message_layout(pack.shape, batch_size[s]);
-    for (; item < first + count; item += all_warps()) {
-      const u32 i = static_cast<u32>(item - first);
-      send_piece(pack, s, i / pieces, i % pieces, layout);
-    }
-    if (item == first + count) {
-      pack_head(pack, s, batch_size[s], layout);
-      item += all_warps();
-    }
-    first += count + 1;
+  if (!count_rows(args.route, groups, num_groups) || was_missing) return;
+
+  for (; item < num_items; item += step) {
+    HeldBytes next = {};
+    if (const u32 i = item + step; i < num_items) next = hold_piece(args.pack, i / pieces, i % pieces);
+    send_piece(args, slots, groups, num_groups, item / pieces, item % pieces, bytes);
+    bytes = next;
   }
-  if (!last_block(args.arrived)) return;
-  for (u32 s = 0; s < pack.tables.num_servers; ++s) {
-    if (batch_size[s] == 0) continue;
-    const ClientServer& server = at<const ClientServer>(pack.servers)[s];
-    store_relaxed(at<u64>(slot_flag(server.send_addr, server.request_slot_bytes)), pack.shape.seq, Scope::kSystem);
+  for (; item < num_items + num_servers; item += step) {
+    const u32 s = item - num_items, rows = groups[s * (num_groups + 1) + num_groups].before;
+    if (rows) pack_head(pack, s, rows, message_layout(pack.shape, rows));
+  }
+  if (!last_block(args.arrived, senders)) return;
+  for (u32 s = 0; s < num_servers; ++s) {
+    if (groups[s * (num_groups + 1) + num_groups].before == 0) continue;
+    store_relaxed(at<u64>(s < kSharedSlots ? slots.flag[s] : send_flag(pack, s)), pack.shape.seq, Scope::kSystem);
   }
   if (args.seq) store_relaxed(at<u64>(args.seq), pack.shape.seq, Scope::kGpu);
 }

@@ -8,7 +8,7 @@
 enum SignalMode : u32 {
   kSignalWrite = 0,     // flag by RDMA WRITE: needs a path that keeps writes in order
   kSignalAdd = 1,       // flag by masked fetch-add: ordered after the writes on any path
-  kSignalWriteImm = 2,  // receive completion at the peer
+  kSignalWriteImm = 2,  // by a write with immediate: the peer's receive completion makes it the flag
 };
 
 struct ClientServer {  // one server as seen by one batch, 80 bytes

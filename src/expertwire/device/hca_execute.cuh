@@ -33,7 +33,7 @@ struct HcaQueue {  // 224 bytes; keys, state and lost are the host's to write wh
   u64 last_register[2], last_proxy;
   u32 last_record, first_syndrome;
   u64 first_error_idx, num_executed, num_errors, num_bytes;
-  u64 reserved;
+  u64 remote_shift;  // added to what the peer's keys say of `mapped`: where its memory is here
 };
 
 struct HcaPiece {
@@ -60,7 +60,8 @@ EW_DEVICE void hca_write_cqe(HcaQueue* queue, u64 wqe_idx, u32 opcode, u32 send_
   const u64 count = queue->num_cqe_written, n = queue->num_cqe;
   if (!collapsed && !(queue->cq_flags & kCqOverrunIgnore)) {
     const u32 consumer = bswap32(load_relaxed(at<const u32>(queue->cq_dbrec_addr), hca_scope(queue))) & 0xffffff;
-    if (((count - consumer) & 0xffffff) >= n) {
+    if (((count - consumer) & 0xffffff) >= n) {  // the full queue cannot tell anybody; first_error does
+      if (queue->first_syndrome == 0) queue->first_syndrome = kLocalQpOperation, queue->first_error_idx = wqe_idx;
       queue->state = kQpError;
       return;
     }
@@ -155,8 +156,9 @@ EW_DEVICE void hca_read_entry(const HcaQueue* queue, HcaWork* work) {
   work->num_pieces = 0, work->num_bytes = 0, work->remote = 0, work->to_remote = 1;
 }
 
-// Where [addr, addr + num_bytes) of a key's memory is here, 0 if the key does not allow it.
-EW_DEVICE u64 hca_find(u64 keys, u32 num_keys, u32 key, u32 pd, u64 addr, u64 num_bytes, u32 access) {
+// Where [addr, addr + num_bytes) of a key's memory is here, 0 if the key does not allow it. shift: added
+// to what the key says.
+EW_DEVICE u64 hca_find(u64 keys, u32 num_keys, u32 key, u32 pd, u64 addr, u64 num_bytes, u32 access, u64 shift) {
   for (u32 i = 0; i < num_keys; ++i) {
     const HcaKey& entry = at<const HcaKey>(keys)[i];
     if (load_relaxed(&entry.key, Scope::kSystem) != key || load_acquire(&entry.valid, Scope::kSystem) != 1) continue;
@@ -164,14 +166,14 @@ EW_DEVICE u64 hca_find(u64 keys, u32 num_keys, u32 key, u32 pd, u64 addr, u64 nu
     if ((entry.access & access) != access || addr < entry.base || num_bytes > entry.length ||
         addr - entry.base > entry.length - num_bytes)
       return 0;
-    return entry.mapped + (addr - entry.base);
+    return entry.mapped + shift + (addr - entry.base);
   }
   return 0;
 }
 EW_DEVICE u64 hca_find_remote(const HcaQueue* queue, const HcaWork* work, u64 num_bytes, u32 access) {
   const u8* raddr = hca_segment(work, 1);
   return hca_find(queue->remote_keys, queue->num_remote_keys, load_be32(raddr + 8), 0, load_be64(raddr), num_bytes,
-                  access);
+                  access, queue->remote_shift);
 }
 
 // Data segments from `first` on, each checked against its key, or one inline segment.
@@ -189,7 +191,8 @@ EW_DEVICE u32 hca_read_data(const HcaQueue* queue, HcaWork* work, u32 first, u32
     const u32 lkey = load_be32(s + 4);
     if (lkey == kEndOfList) break;
     const u64 length = count == 0 ? 1ull << 31 : count;  // 0 means 2^31
-    const u64 addr = hca_find(queue->local_keys, queue->num_local_keys, lkey, queue->pd, load_be64(s + 8), length, access);
+    const u64 addr = hca_find(queue->local_keys, queue->num_local_keys, lkey, queue->pd, load_be64(s + 8), length, access,
+                              0);
     if (!addr) return kLocalProtection;
     work->pieces[work->num_pieces++] = {addr, length};
     work->num_bytes += length;

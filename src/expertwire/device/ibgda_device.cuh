@@ -313,13 +313,15 @@ EW_DEVICE const IbgdaKey* remote_key(const IbgdaPeer* peer, u64 remote_addr, Ker
   return key;
 }
 
-// Put of one word (1..12 bytes, here up to 8) carried inside the WQE: no source buffer.
+// Put of one word (1..12 bytes, here up to 8) carried inside the WQE: no source buffer. As a write
+// with immediate it takes a receive of the peer, which completes when this word and all writes
+// before it are in, also where writes may pass each other.
 EW_DEVICE bool ibgda_put_inline(const IbgdaPeer* peer, u64 remote_addr, u64 value, u32 num_bytes, u32 qp_id,
-                                KernelStatus* status, u32 peer_idx) {
+                                KernelStatus* status, u32 peer_idx, u32 opcode = kOpRdmaWrite, u32 imm = 0) {
   const IbgdaKey* key = remote_key(peer, remote_addr, status, peer_idx);
   if (!key) return false;
-  return ibgda_post_one(peer, peer_qp(peer, qp_id), kOpRdmaWrite, 3, wqe_raddr_segment(remote_addr, key->key_be),
-                        wqe_inline_segment(value, num_bytes), {}, 0, status, peer_idx);
+  return ibgda_post_one(peer, peer_qp(peer, qp_id), opcode, 3, wqe_raddr_segment(remote_addr, key->key_be),
+                        wqe_inline_segment(value, num_bytes), {}, bswap32(imm), status, peer_idx);
 }
 
 // Non-fetching add: masked fetch-add whose old value lands in the queue's scratch word. The IB

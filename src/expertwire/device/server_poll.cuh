@@ -19,10 +19,11 @@ struct ServerPollArgs {
   u32 max_messages, max_rows; // bounds of one batch
 };
 
-EW_DEVICE u32 check_head(const BufferHead& head, const ServerSlot& slot, const ServerModel& model, u64 seq) {
+// Everything but the checksum, which takes longest: enough to know where the rows lie and that they
+// are inside the slots.
+EW_DEVICE u32 check_fields(const BufferHead& head, const ServerSlot& slot, const ServerModel& model, u64 seq) {
   if (head.magic != kRequestMagic || head.head_bytes != sizeof(BufferHead)) return kReasonMagic;
   if (head.version != kWireVersion) return kReasonVersion;
-  if (head.head_checksum != head_checksum(&head, sizeof(head) - 8)) return kReasonChecksum;
   if (head.seq != seq) return kReasonSeq;
   if (head.client_id != slot.client_id) return kReasonClient;
   if (head.layer >= model.num_layers) return kReasonLayer;
@@ -46,7 +47,17 @@ EW_DEVICE u32 check_head(const BufferHead& head, const ServerSlot& slot, const S
                                                             : head.num_rows;
   const u64 reply_bytes = reply_rows * head.hidden_size * data_type_bytes(head.reply_type);
   if (reply_bytes + sizeof(ReplyHead) + kFlagBytes > slot.reply_slot_bytes) return kReasonReply;
-  return kReasonOk;
+  return seq > slot.last_seq ? kReasonOk : kReasonSeq;
+}
+
+// A damaged head is damaged, whatever else its fields say.
+EW_DEVICE u32 check_head(const BufferHead& head, u32 field_reason) {
+  if (field_reason == kReasonMagic || field_reason == kReasonVersion) return field_reason;
+  return head.head_checksum == head_checksum(&head, sizeof(head) - 8) ? field_reason : kReasonChecksum;
+}
+
+EW_DEVICE u64 request_flag(const ServerSlot& slot) {
+  return load_acquire(at<const u64>(slot_flag(slot.recv_addr, slot.recv_slot_bytes)), Scope::kSystem);
 }
 
 EW_KERNEL(server_poll, ServerPollArgs) {
@@ -58,10 +69,7 @@ EW_KERNEL(server_poll, ServerPollArgs) {
     if (thread_idx() == 0) look_again = deadline != 0 && clock_ns() < deadline;
     block_sync();
     for (u32 i = thread_idx(); i < args.num_slots; i += block_dim()) {
-      const u64 flag = slots[i].open
-                           ? load_acquire(at<const u64>(slot_flag(slots[i].recv_addr, slots[i].recv_slot_bytes)),
-                                          Scope::kSystem)
-                           : slots[i].last_seq;
+      const u64 flag = slots[i].open ? request_flag(slots[i]) : slots[i].last_seq;
       state[i] = flag != slots[i].last_seq;
       if (state[i]) atomic_exchange(&look_again, 0u);
     }
@@ -79,11 +87,10 @@ EW_KERNEL(server_poll, ServerPollArgs) {
     const u32 i = (args.first_slot + n) % args.num_slots;
     if (!state[i]) continue;
     ServerSlot& slot = slots[i];
-    const u64 seq = load_acquire(at<const u64>(slot_flag(slot.recv_addr, slot.recv_slot_bytes)), Scope::kSystem);
+    const u64 seq = request_flag(slot);
     ServerMessage& message = messages[num_messages];
     message.head = *at<const BufferHead>(slot.recv_addr);
-    message.reason = check_head(message.head, slot, args.model, seq);
-    if (message.reason == kReasonOk && seq <= slot.last_seq) message.reason = kReasonSeq;
+    message.reason = check_head(message.head, check_fields(message.head, slot, args.model, seq));
     message.slot = i, message.pair_begin = num_pairs;
     message.queue_ns = 0;
     message.num_reply_rows = message.head.num_rows;

@@ -37,16 +37,21 @@ EW_DEVICE void write_reply_rows(const ServerReplyArgs& args, const ServerMessage
   const i32* reply_row = at<const i32>(args.pair_reply_row) + message.pair_begin;
   const u32 pieces = static_cast<u32>((head.hidden_size + row_piece() - 1) / row_piece());
   const bool per_expert = args.expert_output && head.reply_mode == kReplyPerExpert;
-  const u64 num_items = static_cast<u64>(head.num_rows) * (per_expert ? top_k : 1) * pieces;
-  for (u64 item = global_warp(); item < num_items; item += all_warps()) {
-    const u32 unit = static_cast<u32>(item / pieces);  // row, or pair if every expert has its own row
-    const u64 begin = (item % pieces) * row_piece(), end = min_u64(begin + row_piece(), head.hidden_size);
-    if (!args.expert_output) {
-      const u64 size = data_type_bytes(head.reply_type);
-      warp_copy(at<u8>(slot.reply_addr + unit * out_bytes + begin * size),
-                at<const u8>(slot.recv_addr + layout.hidden_offset + unit * in_bytes + begin * size),
-                (end - begin) * size);
-    } else if (!per_expert) {
+  const u32 num_items = head.num_rows * (per_expert ? top_k : 1) * pieces;
+  if (!args.expert_output) {
+    const u64 size = data_type_bytes(head.reply_type), hidden_size = head.hidden_size, reply_addr = slot.reply_addr;
+    const u64 rows_addr = slot.recv_addr + layout.hidden_offset;
+    for (u32 item = global_warp(); item < num_items; item += all_warps()) {
+      const u64 row = item / pieces, begin = item % pieces * row_piece();
+      warp_copy(at<u8>(reply_addr + row * out_bytes + begin * size), at<u8>(rows_addr + row * in_bytes + begin * size),
+                min_u64(hidden_size - begin, row_piece()) * size);
+    }
+    return;
+  }
+  for (u32 item = global_warp(); item < num_items; item += all_warps()) {
+    const u32 unit = item / pieces;  // row, or pair if every expert has its own row
+    const u64 begin = item % pieces * row_piece(), end = min_u64(begin + row_piece(), head.hidden_size);
+    if (!per_expert) {
       warp_row_sum(at<u8>(slot.reply_addr + unit * out_bytes), head.reply_type, args.output_type, top_k, begin, end,
                    [&](u32 k, float* weight) -> const void* {
                      const i32 p = position[unit * top_k + k];
@@ -123,7 +128,7 @@ EW_KERNEL(server_reply_direct, ServerReplyArgs) { server_reply<false>(args); }
 
 // Many blocks, for slots in place: rows go straight to the clients, the block that finishes last
 // releases the flags.
-EW_KERNEL(server_reply_in_place, ServerReplyArgs) {
+EW_WIDE_KERNEL(server_reply_in_place, ServerReplyArgs) {
   const u32 num_messages = messages_of(args);
   const ServerMessage* messages = at<const ServerMessage>(args.messages);
   const ServerSlot* slots = at<const ServerSlot>(args.slots);
@@ -132,7 +137,7 @@ EW_KERNEL(server_reply_in_place, ServerReplyArgs) {
   const u32 thread = block_idx() * block_dim() + thread_idx();
   for (u32 m = thread; m < num_messages; m += grid_dim() * block_dim())
     write_reply_head(args, messages[m], slots[messages[m].slot]);
-  if (!last_block(args.arrived)) return;
+  if (!last_block(args.arrived, grid_dim())) return;
   for (u32 m = 0; m < num_messages; ++m) {
     const ServerSlot& slot = slots[messages[m].slot];
     store_relaxed(at<u64>(slot_flag(slot.reply_addr, slot.reply_slot_bytes)), messages[m].head.seq, Scope::kSystem);

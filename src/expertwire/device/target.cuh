@@ -9,12 +9,14 @@
 //   collectives   warp_sync() block_sync() warp_shuffle(v, lane) warp_ballot(p)
 //                 warp_exclusive_sum(v, &total): all lanes of a warp (block) must take part
 //   memory        load_relaxed load_acquire store_relaxed store_release store_vec16
-//                 fence(scope) atomic_add atomic_cas atomic_max atomic_exchange atomic_cas_system
+//                 fence(scope): of everything; fence_acq_rel(scope): cheaper, all that a flag needs
+//                 atomic_add atomic_cas atomic_max atomic_exchange atomic_cas_system
 //                 with Scope::kGpu (rings in GPU memory) or Scope::kSystem (host memory, peers)
-//   copies        warp_copy warp_zero: wide accesses by all lanes on a GPU, memcpy on a CPU
+//   copies        warp_copy warp_zero: wide accesses by all lanes on a GPU, memcpy on a CPU;
+//                 hold_bytes put_held: the two halves of a copy to one place or several
 //   rows          warp_row_sum: weighted sum of rows with a fixed order and rounding
 //   pieces        row_piece() elements, copy_piece() bytes: what one warp takes at a time
-//   misc          bswap16/32/64 clock_ns() spin_pause()
+//   misc          bswap16/32/64 popcount(v) clock_ns() spin_pause()
 //
 // On the CPU every shared store and every spin_pause() is a scheduling point.
 #pragma once

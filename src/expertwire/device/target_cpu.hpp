@@ -10,6 +10,7 @@
 
 #define EW_DEVICE static inline
 #define EW_KERNEL(name, Args) [[maybe_unused]] static void name(const Args& args)
+#define EW_WIDE_KERNEL(name, Args) EW_KERNEL(name, Args)
 #define EW_SHARED(Type, name)       \
   static const char name##_tag = 0; \
   Type& name = *static_cast<Type*>(ew::block_shared(&name##_tag, sizeof(Type)))
@@ -51,6 +52,7 @@ EW_DEVICE u32 warp_exclusive_sum(u32 value, u32* total) {
   return below;
 }
 
+EW_DEVICE u32 popcount(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
 EW_DEVICE u16 bswap16(u16 v) { return __builtin_bswap16(v); }
 EW_DEVICE u32 bswap32(u32 v) { return __builtin_bswap32(v); }
 EW_DEVICE u64 bswap64(u64 v) { return __builtin_bswap64(v); }
@@ -84,6 +86,10 @@ EW_DEVICE void store_vec16(Vec16* p, const Vec16& v, Scope) {
 EW_DEVICE void fence(Scope scope) {
   if (ew::seeded()) ew::seeded_fence(scope == Scope::kSystem);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+EW_DEVICE void fence_acq_rel(Scope scope) {
+  if (ew::seeded()) ew::seeded_fence(scope == Scope::kSystem);
+  __atomic_thread_fence(__ATOMIC_ACQ_REL);
 }
 
 // Atomics are relaxed, as on a GPU: they order nothing but themselves.
@@ -129,6 +135,12 @@ EW_DEVICE void warp_copy(void* dst, const void* src, u64 num_bytes) {
   if (ew::seeded()) return ew::seeded_copy(dst, src, num_bytes);
   memcpy(dst, src, num_bytes);
 }
+struct HeldBytes {
+  const u8* src;
+  u64 num_bytes;
+};
+EW_DEVICE HeldBytes hold_bytes(const u8* src, u64 num_bytes) { return {src, num_bytes}; }
+EW_DEVICE void put_held(u8* dst, const HeldBytes& held) { warp_copy(dst, held.src, held.num_bytes); }
 EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   if (lane_id() == 0 && num_bytes) memset(dst, 0, num_bytes);
 }

@@ -5,6 +5,9 @@
 // Blocks of up to 32 warps: more registers than 64 a thread would not fit.
 #define EW_KERNEL(name, Args) \
   extern "C" __global__ void __launch_bounds__(1024) name(const __grid_constant__ Args args)
+// Blocks of up to 8 warps: kernels that hold rows in registers.
+#define EW_WIDE_KERNEL(name, Args) \
+  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Args args)
 #define EW_SHARED(Type, name) __shared__ Type name
 
 EW_DEVICE u32 thread_idx() { return threadIdx.x; }
@@ -33,6 +36,7 @@ EW_DEVICE u32 warp_exclusive_sum(u32 value, u32* total) {
   return sum - value;
 }
 
+EW_DEVICE u32 popcount(u32 v) { return __popc(v); }
 EW_DEVICE u16 bswap16(u16 v) { return static_cast<u16>(__byte_perm(v, 0, 0x4401)); }
 EW_DEVICE u32 bswap32(u32 v) { return __byte_perm(v, 0, 0x0123); }
 EW_DEVICE u64 bswap64(u64 v) {
@@ -85,6 +89,13 @@ EW_DEVICE void fence(Scope scope) {
     __threadfence();
 }
 
+EW_DEVICE void fence_acq_rel(Scope scope) {
+  if (scope == Scope::kSystem)
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+  else
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 // Queue state is touched by device code of one GPU only, so device scope is enough.
 EW_DEVICE u32 atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
 EW_DEVICE u64 atomic_add(u64* p, u64 v) { return atomicAdd(p, v); }
@@ -106,8 +117,8 @@ EW_DEVICE void spin_pause() { __nanosleep(20); }
 // 16 bytes a lane and step where both sides allow it, otherwise 4, otherwise bytes.
 EW_DEVICE void warp_copy(void* dst, const void* src, u64 num_bytes) {
   const u64 mix = reinterpret_cast<u64>(dst) | reinterpret_cast<u64>(src);
-  const u32 unit = (mix & 15) == 0 ? 16 : (mix & 3) == 0 ? 4 : 1;
-  const u64 num_units = num_bytes / unit;
+  const u32 unit_log2 = (mix & 15) == 0 ? 4 : (mix & 3) == 0 ? 2 : 0, unit = 1u << unit_log2;
+  const u64 num_units = num_bytes >> unit_log2;
   if (unit == 16) {
     auto* d = static_cast<uint4*>(dst);
     auto* s = static_cast<const uint4*>(src);
@@ -121,9 +132,34 @@ EW_DEVICE void warp_copy(void* dst, const void* src, u64 num_bytes) {
     for (u64 i = lane_id(); i < num_units; i += 32)
       static_cast<u32*>(dst)[i] = static_cast<const u32*>(src)[i];
   }
-  const u64 done = unit == 1 ? 0 : num_units * unit;
+  const u64 done = unit == 1 ? 0 : num_units << unit_log2;
   for (u64 i = done + lane_id(); i < num_bytes; i += 32)
     static_cast<u8*>(dst)[i] = static_cast<const u8*>(src)[i];
+}
+
+// At most copy_piece() bytes on their way to one place or several: read once, while the warp does
+// something else.
+struct HeldBytes {
+  const u8* src;
+  u64 num_bytes;
+  uint4 part[4];
+};
+EW_DEVICE HeldBytes hold_bytes(const u8* src, u64 num_bytes) {
+  HeldBytes held = {src, num_bytes};
+  if (reinterpret_cast<u64>(src) & 15) return held;
+#pragma unroll
+  for (u32 p = 0; p < 4; ++p)
+    if (512 * p + 16 * lane_id() + 16 <= num_bytes)
+      held.part[p] = reinterpret_cast<const uint4*>(src)[32 * p + lane_id()];
+  return held;
+}
+EW_DEVICE void put_held(u8* dst, const HeldBytes& held) {
+  if ((reinterpret_cast<u64>(dst) | reinterpret_cast<u64>(held.src) | held.num_bytes) & 15)
+    return warp_copy(dst, held.src, held.num_bytes);
+#pragma unroll
+  for (u32 p = 0; p < 4; ++p)
+    if (512 * p + 16 * lane_id() + 16 <= held.num_bytes)
+      reinterpret_cast<uint4*>(dst)[32 * p + lane_id()] = held.part[p];
 }
 EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   for (u64 i = lane_id(); i < num_bytes; i += 32) static_cast<u8*>(dst)[i] = 0;
@@ -176,10 +212,19 @@ EW_DEVICE void load_eight(const void* row, u32 type, u64 i, float* v) {
     for (u32 e = 0; e < 4; ++e) v[e] = __uint_as_float(words[e]), v[4 + e] = __uint_as_float(more[e]);
     return;
   }
-  for (u32 e = 0; e < 8; ++e) {
-    const u32 bits = (words[e / 2] >> (16 * (e & 1))) & 0xffff;
-    v[e] = type == kBFloat16 ? __uint_as_float(bits << 16) : half_to_float(static_cast<u16>(bits));
-  }
+  if (type == kBFloat16)
+    for (u32 e = 0; e < 4; ++e)
+      v[2 * e] = __uint_as_float(words[e] << 16), v[2 * e + 1] = __uint_as_float(words[e] & 0xffff0000u);
+  else
+    for (u32 e = 0; e < 8; ++e) v[e] = half_to_float(static_cast<u16>(words[e / 2] >> (16 * (e & 1))));
+}
+// Both rounded, `low` in the low half.
+EW_DEVICE u32 float_to_bfloat16_pair(float low, float high) {
+  if (low != low || high != high)  // the instruction below has one NaN only
+    return float_to_bfloat16(low) | static_cast<u32>(float_to_bfloat16(high)) << 16;
+  u32 bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
 }
 EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
   const u64 addr = reinterpret_cast<u64>(row) + i * (type == kFloat32 ? 4 : 2);
@@ -192,12 +237,11 @@ EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
   if (type == kFloat32) {
     for (u32 e = 0; e < 8; ++e) words[e] = __float_as_uint(v[e]);
     at[1] = make_uint4(words[4], words[5], words[6], words[7]);
+  } else if (type == kBFloat16) {
+    for (u32 e = 0; e < 4; ++e) words[e] = float_to_bfloat16_pair(v[2 * e], v[2 * e + 1]);
   } else {
-    for (u32 e = 0; e < 4; ++e) {
-      const u32 low = type == kBFloat16 ? float_to_bfloat16(v[2 * e]) : float_to_half(v[2 * e]);
-      const u32 high = type == kBFloat16 ? float_to_bfloat16(v[2 * e + 1]) : float_to_half(v[2 * e + 1]);
-      words[e] = low | (high << 16);
-    }
+    for (u32 e = 0; e < 4; ++e)
+      words[e] = float_to_half(v[2 * e]) | static_cast<u32>(float_to_half(v[2 * e + 1])) << 16;
   }
   at[0] = make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -208,6 +252,22 @@ EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) {
 // contracted, so CPU and GPU give the same bits. A lane sums 8 elements in each of 4 places.
 template <typename RowAt>
 EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 first, u64 end, RowAt row_at) {
+  // Each lane looks up a term; they pass them round. What is beyond a warp's lanes is looked up by all.
+  float my_weight = 1.0f;
+  const void* my_row = lane_id() < num_rows ? row_at(lane_id(), &my_weight) : nullptr;
+  auto term = [&](u32 j, float* weight) {
+    if (j >= 32) return row_at(j, weight);
+    *weight = __shfl_sync(0xffffffffu, my_weight, j);
+    return reinterpret_cast<const void*>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(my_row), j));
+  };
+  const u32 terms = warp_ballot(my_row != nullptr);
+  if (num_rows <= 32 && __popc(terms) == 1 && dst_type == src_type) {
+    float weight;
+    const u8* row = static_cast<const u8*>(term(__ffs(terms) - 1, &weight));
+    const u64 size = src_type == kFloat32 ? 4 : 2;
+    if (weight == 1.0f)
+      return warp_copy(static_cast<u8*>(dst) + first * size, row + first * size, (end - first) * size);
+  }
   constexpr u32 kPlaces = 4;
   u64 begin = first;
   for (; begin + 256 <= end; begin += 256 * kPlaces) {
@@ -215,7 +275,7 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
     bool is_first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
-      const void* row = row_at(j, &weight);
+      const void* row = term(j, &weight);
       if (!row) continue;
       float v[kPlaces][8];
 #pragma unroll
@@ -226,8 +286,8 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
         if (begin + 256 * (p + 1) <= end)
 #pragma unroll
           for (u32 e = 0; e < 8; ++e) {
-            const float term = __fmul_rn(weight, v[p][e]);
-            sum[p][e] = is_first ? term : __fadd_rn(sum[p][e], term);
+            const float value = __fmul_rn(weight, v[p][e]);
+            sum[p][e] = is_first ? value : __fadd_rn(sum[p][e], value);
           }
       is_first = false;
     }
@@ -237,17 +297,17 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
   }
   // What is left is less than 256 elements.
   const u64 done = first + (end - first) / 256 * 256;
-  for (u64 i = done + lane_id(); i < end; i += 32) {
+  for (u64 i = done + lane_id(); i - lane_id() < end; i += 32) {  // all lanes, to pass the terms round
     float sum = 0.0f;
     bool is_first = true;
     for (u32 j = 0; j < num_rows; ++j) {
       float weight = 1.0f;
-      const void* row = row_at(j, &weight);
-      if (!row) continue;
-      const float term = __fmul_rn(weight, load_element(row, src_type, i));
-      sum = is_first ? term : __fadd_rn(sum, term);
+      const void* row = term(j, &weight);
+      if (!row || i >= end) continue;
+      const float value = __fmul_rn(weight, load_element(row, src_type, i));
+      sum = is_first ? value : __fadd_rn(sum, value);
       is_first = false;
     }
-    store_element(dst, dst_type, i, sum);
+    if (i < end) store_element(dst, dst_type, i, sum);
   }
 }

@@ -8,14 +8,13 @@ from ..errors import ConfigError
 from .interface import Hca
 
 _PLANNED = {
-    "gpu": "the HCA kernel for GPUs",
     "mlx5": "a real ConnectX through verbs",
 }
 
 
 def open_hca(name: str, **options: Any) -> Hca:
-    """Opens an HCA by name: "soft" (this host) or "ucx" (other hosts). Never falls back from one to
-    another.
+    """Opens an HCA by name: "soft" (this host), "ucx" (other hosts), or "gpu" or "gpu:N" for
+    kernels on a GPU. Never falls back from one to another. options: of the HCA's class.
 
     Raises ConfigError for a name that does not exist or that this release does not have yet.
     """
@@ -28,7 +27,24 @@ def open_hca(name: str, **options: Any) -> Hca:
         from .ucx import UcxHca
 
         return cast(Hca, UcxHca(**options))
+    if kind == "gpu":
+        from ..cuda.hca import GpuHca
+
+        return cast(Hca, GpuHca(gpu_index(name), **options))
     if kind in _PLANNED:
         what = _PLANNED[kind]
-        raise ConfigError(f"hca {name!r} ({what}) is not part of this release; use 'soft' or 'ucx'")
-    raise ConfigError(f"no hca named {name!r}; use 'soft' or 'ucx'")
+        raise ConfigError(
+            f"hca {name!r} ({what}) is not part of this release; use 'soft', 'ucx' or 'gpu'"
+        )
+    raise ConfigError(f"no hca named {name!r}; use 'soft', 'ucx' or 'gpu'")
+
+
+def gpu_index(name: str) -> int | None:
+    """N of "gpu:N", None for "gpu". Raises ConfigError if torch does not see that GPU."""
+    import torch
+
+    text = name.partition(":")[2]
+    count = torch.cuda.device_count()
+    if not count or (":" in name and not (text.isdecimal() and int(text) < count)):
+        raise ConfigError(f"hca {name!r}: it is gpu or gpu:N, and torch sees {count} GPUs here")
+    return int(text) if text else None

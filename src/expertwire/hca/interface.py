@@ -8,7 +8,7 @@ from ctypes import c_uint32, c_uint64
 from typing import Any, Protocol
 
 from ..handles import WireHandle
-from ..memory import Buffer, MemoryRegion
+from ..memory import MemoryRegion
 
 
 class QpInfo(ctypes.Structure):
@@ -21,6 +21,16 @@ class QpInfo(ctypes.Structure):
     )
 
 
+class Memory(Protocol):
+    """Zeroed memory that an HCA moves bytes of; `fd` is what a peer maps it by."""
+
+    fd: int
+    addr: int
+    num_bytes: int
+
+    def close(self) -> None: ...
+
+
 class Window(Protocol):
     """The keys that one peer gets. Its `fd` travels to that peer and to nobody else."""
 
@@ -30,6 +40,7 @@ class Window(Protocol):
     def wire(self) -> WireHandle: ...  # of HCAs with `network` only
     def publish(self, mr: MemoryRegion, fd_idx: int, fd_offset: int = 0) -> int: ...
     def revoke(self, rkey: int, timeout: float = 1.0) -> None: ...
+    def watch(self, slots_addr: int, slot_bytes: int, num_slots: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -61,7 +72,7 @@ class Hca(Protocol):
     network: bool  # peers are on other hosts: connect_peer instead of import_peer
     relaxed_ordering: bool  # writes may land in another order than they were posted
 
-    def alloc(self, num_bytes: int) -> Buffer: ...
+    def alloc(self, num_bytes: int) -> Memory: ...
     def register(self, addr: int, num_bytes: int, access: int) -> MemoryRegion: ...
     def revoke(self, mr: MemoryRegion, timeout: float = 0.2) -> None: ...
     def create_window(self) -> Window: ...

@@ -78,6 +78,9 @@ class KernelWindow:
         self.keys.remove(rkey)
         self.published.pop(rkey, None)
 
+    def watch(self, slots_addr: int, slot_bytes: int, num_slots: int) -> None:
+        raise HcaError("the HCA kernel has no receives: signal by write or by add")
+
     def close(self) -> None:
         if _WINDOWS.pop(self.fd, None) is not None:
             self._hca.windows.remove(self)

@@ -70,6 +70,7 @@ def _calls() -> SimpleNamespace:
         window_publish=declare("ew_window_publish", c_int, p, u32, u32, u64, POINTER(u32)),
         window_revoke=declare("ew_window_revoke", c_int, p, u32, u64),
         window_destroy=declare("ew_window_destroy", None, p),
+        window_watch=declare("ew_window_watch", c_int, p, u64, u64, u32),
         post_recv=declare("ew_window_post_recv", c_int, p, u32),
         poll_recv=declare("ew_window_poll_recv", c_int, p, p),
         peer_import=declare("ew_peer_import", c_int, p, c_int, c_int, p, u32, POINTER(p)),
@@ -133,6 +134,12 @@ class SoftWindow(_Handle):
     def revoke(self, rkey: int, timeout: float = 1.0) -> None:
         """After this the peer's engine writes nothing through the key any more."""
         _check(self._call.window_revoke(self.handle, rkey, int(timeout * 1e9)), "revoking a key")
+
+    def watch(self, slots_addr: int, slot_bytes: int, num_slots: int) -> None:
+        """The peer's immediates are slot numbers from now on, and set the slots' flags: what the
+        peer wrote into the second half of the last 16 bytes of a slot goes to the first half."""
+        _check(self._call.window_watch(self.handle, slots_addr, slot_bytes, num_slots),
+               "watching for immediates")
 
     def post_recv(self, count: int) -> None:
         """Allows `count` more writes with immediate from the peer, at most 64 open ones."""

@@ -9,6 +9,7 @@
 #include "client_put.cuh"
 #include "client_route.cuh"
 #include "fiber.hpp"
+#include "trace.hpp"
 #include "trip.hpp"
 
 namespace {
@@ -35,6 +36,7 @@ void fill(ew_batch* batch, const ew_flight& flight, u32 chunk) {
   route->topk_ids = pack->topk_ids = batch->topk_ids + begin * batch->ids_stride * batch->id_bytes;
   route->ids_stride = pack->ids_stride = batch->ids_stride;
   route->id_bytes = pack->id_bytes = batch->id_bytes;
+  route->rotation = replica_rotation(route->reply_mode, batch->shape.seq, batch->shape.layer);
   route->num_tokens = combine->num_tokens = chunk_tokens(*batch, chunk);
   pack->hidden = batch->hidden + begin * batch->hidden_stride, pack->hidden_stride = batch->hidden_stride;
   pack->topk_weights = batch->topk_weights + begin * batch->weights_stride * 4;
@@ -71,12 +73,30 @@ bool issue(ew_batch* batch, u32 chunk, bool* failed) {
 
 }  // namespace
 
+namespace {
+
+void trace_arrival(ew_hca* hca, const ClientServer& server, u64 seq, u64 begin_ns, u64 end_ns) {
+  ew::TraceRecord record = {};
+  record.kind = ew::kTraceArrived, record.begin_ns = begin_ns, record.end_ns = end_ns;
+  record.server = server.server_id, record.seq = seq, record.hca = reinterpret_cast<u64>(hca);
+  ew::trace(record);
+}
+
+void trace_wait(u64 seq, u64 begin_ns) {
+  ew::TraceRecord record = {};
+  record.kind = ew::kTraceStage, record.stage = ew::kTraceWait, record.seq = seq;
+  record.begin_ns = begin_ns, record.end_ns = ew::clock_ns();
+  ew::trace(record);
+}
+
+}  // namespace
+
 // Waits until every loaded server's reply flag holds seq. arrival_ns[s] (0 while waiting) becomes
 // the time, CLOCK_MONOTONIC, at which server s was seen; calling again goes on waiting for the rest.
 // Returns 0, -ETIMEDOUT, -EINTR after ew_hca_interrupt, or another negative error.
 EW_API int ew_client_wait(ew_hca* hca, const ClientServer* servers, const u32* batch_size, u32 num_servers, u64 seq,
                           u64* arrival_ns, u64 spin_ns, u64 timeout_ns) {
-  const u64 deadline = ew::clock_ns() + timeout_ns;
+  const u64 start = ew::clock_ns(), deadline = start + timeout_ns;
   for (;;) {
     words.clear(), seen.clear();
     const u64 now = ew::clock_ns();
@@ -86,12 +106,15 @@ EW_API int ew_client_wait(ew_hca* hca, const ClientServer* servers, const u32* b
       const u64 value = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
       if (value == seq) {
         arrival_ns[s] = now;
+        if (ew::tracing()) trace_arrival(hca, servers[s], seq, start, now);
         continue;
       }
       words.push_back(flag), seen.push_back(value);
     }
-    if (words.empty()) return 0;
-    if (now >= deadline) return -ETIMEDOUT;
+    if (words.empty() || now >= deadline) {
+      if (ew::tracing()) trace_wait(seq, start);
+      return words.empty() ? 0 : -ETIMEDOUT;
+    }
     const int code =
         ew_hca_wait(hca, words.data(), seen.data(), static_cast<u32>(words.size()), spin_ns, deadline - now);
     if (code < 0 && code != -ETIMEDOUT) return code;

@@ -2,13 +2,16 @@
 #include <cstring>
 
 #include "client_combine.cuh"
+#include "client_failover.cuh"
 #include "client_pack.cuh"
 #include "client_put.cuh"
 #include "client_route.cuh"
 #include "client_send.cuh"
 #include "device_checks.cuh"
 #include "gpu_hca.cuh"
+#include "trace.hpp"
 #include "trip.hpp"
+#include "server_echo.cuh"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
 #include "server_reply.cuh"
@@ -31,6 +34,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_wait, ClientCombineArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
+    EW_ENTRY(client_failover, ClientFailoverArgs),
     EW_ENTRY(server_poll, ServerPollArgs),
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_group, ServerGatherArgs),
@@ -38,6 +42,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),
+    EW_ENTRY(server_echo_in_place, ServerEchoArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
     EW_ENTRY(gpu_hca, GpuHcaArgs),
 };
@@ -74,6 +79,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ew_server)
   EW_SIZE(HcaKey)
   EW_SIZE(HcaQueue)
+  if (strcmp(name, "TraceRecord") == 0) return sizeof(ew::TraceRecord);
   return 0;
 }
 

@@ -5,6 +5,7 @@
 
 #include "error.hpp"
 #include "fiber.hpp"
+#include "trace.hpp"
 
 #define EW_API extern "C" __attribute__((visibility("default")))
 
@@ -38,13 +39,17 @@ EW_API const ew::Kernel* ew_kernel_find(const char* name) { return ew::find_kern
 // Runs the steps in order and times them; while all lanes of one spin, the given HCAs are driven.
 EW_API int ew_launch(ew_step* steps, unsigned num_steps, ew_hca* const* hcas, unsigned num_hcas) {
   Engines engines = {hcas, num_hcas, 64};
+  const bool tracing = ew::tracing();
   for (unsigned i = 0; i < num_steps; ++i) {
     if (int error = check(steps[i])) return error;
     const ew::LaunchSpec spec = {steps[i].kernel->entry, steps[i].args, steps[i].grid_dim, steps[i].block_dim,
                                  steps[i].warp_size};
+    if (tracing) ew::trace_before(steps[i]);
     const ew::u64 start = ew::clock_ns();
     if (int error = ew::run_fast(&spec, 1, run_engines, &engines)) return error;
-    steps[i].elapsed_ns = ew::clock_ns() - start;
+    const ew::u64 end = ew::clock_ns();
+    steps[i].elapsed_ns = end - start;
+    if (tracing) ew::trace_after(steps[i], num_hcas ? hcas[0] : nullptr, start, end);
   }
   // What was just posted leaves at once instead of after the caller's bookkeeping (one turn of each
   // queue, so at most 256 KiB; the rest goes with the next wait or the engine's own thread).

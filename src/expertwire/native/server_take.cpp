@@ -6,12 +6,22 @@
 #include "fiber.hpp"
 #include "server_poll.cuh"
 #include "server_reply.cuh"
+#include "trace.hpp"
 #include "trip.hpp"
 
 namespace {
 
 thread_local std::vector<const u64*> words;  // reused from call to call
 thread_local std::vector<u64> seen;
+
+// What the three puts of each direction carry, as clients count it (client_trip.cpp).
+void count_bytes(ew_server* server, const ServerMessage& message) {
+  if (message.reason != kReasonOk) return;
+  const BufferHead& head = message.head;
+  server->bytes_received += sizeof(BufferHead) + head.active_bytes + head.payload_bytes + 8;
+  server->bytes_sent += static_cast<u64>(message.num_reply_rows) * head.hidden_size * data_type_bytes(head.reply_type) +
+                        sizeof(ReplyHead) + 8;
+}
 
 }  // namespace
 
@@ -35,6 +45,7 @@ EW_API int ew_server_reply(ew_server* server) {
   for (u32 m = 0; m < num_messages; ++m) {
     server->slots[messages[m].slot].previous_reply_seq = messages[m].head.seq;
     server->num_refused += messages[m].reason != kReasonOk;
+    count_bytes(server, messages[m]);
     look |= messages[m].reason != kReasonOk || at<const KernelStatus>(args->status)[m].code != kOk;
   }
   server->num_messages += num_messages, server->num_rows += server->found[1];
@@ -50,14 +61,18 @@ EW_API int ew_server_take(ew_server* server, u64 timeout_ns) {
   auto* poll = static_cast<ServerPollArgs*>(const_cast<void*>(server->poll->args));
   const u64 deadline = ew::clock_ns() + timeout_ns;
   const u32* found = server->found;
+  ew::trace_seat(static_cast<const ServerReplyArgs*>(server->reply->args)->server_id);
   for (u64 now = ew::clock_ns(); now < deadline; now = ew::clock_ns()) {
     words.clear(), seen.clear();
+    u32 num_ready = 0;
     for (u32 i = 0; i < server->num_slots; ++i) {
       const ServerSlot& slot = server->slots[i];
       if (!slot.open) continue;
       words.push_back(at<const u64>(slot_flag(slot.recv_addr, slot.recv_slot_bytes)));
       seen.push_back(slot.last_seq);
+      num_ready += __atomic_load_n(words.back(), __ATOMIC_RELAXED) != slot.last_seq;
     }
+    server->queue_depth = num_ready;
     const int code = ew_hca_wait(server->hca, words.data(), seen.data(), static_cast<u32>(words.size()),
                                  server->spin_ns, deadline - now);
     if (code == -ETIMEDOUT || code == -EINTR) return 0;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "trace.hpp"
+
 namespace {
 
 constexpr u32 kNoReceiveYet = 0xfffffffe;  // not a syndrome: the entry is tried again
@@ -84,6 +86,15 @@ u32 execute_atomic(ew_qp* qp, Wqe* wqe, u64* moved) {
   return kSyndromeNone;
 }
 
+void trace_executed(ew_qp* qp, const Wqe& wqe, u64 num_bytes, u32 syndrome) {
+  ew::TraceRecord record = {};
+  record.kind = ew::kTraceExecuted, record.begin_ns = qp->trace_begin_ns, record.end_ns = monotonic_ns();
+  record.hca = reinterpret_cast<u64>(qp->hca), record.qpn = qp->info.qpn, record.idx = wqe.idx;
+  record.num_bytes = num_bytes, record.syndrome = syndrome;
+  memcpy(record.wqe, wqe.bytes, ew::kTraceWqeBytes);
+  ew::trace(record);
+}
+
 }  // namespace
 
 Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
@@ -96,6 +107,7 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
   if (qp->state != kRts) return Step::kNothing;
   Wqe wqe;
   read_wqe(qp, qp->ci, &wqe);
+  if (ew::tracing() && qp->trace_begin_ns == 0) qp->trace_begin_ns = monotonic_ns();
   const bool fits = wqe.num_segments > 0 && qp->ci + wqe.num_blocks() <= qp->pi;
   bool finished = true;
   u32 syndrome = check_wqe(qp, wqe);
@@ -150,6 +162,8 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
   }
   qp->rnr_since_ns = 0;
   qp->progress = 0;
+  if (ew::tracing()) trace_executed(qp, wqe, num_bytes, syndrome);
+  qp->trace_begin_ns = 0;
   ++qp->hca->stats.num_wqe[wqe.opcode & 63];
   if (syndrome != kSyndromeNone) {
     fail_qp(qp, qp->ci, wqe.opcode, syndrome);

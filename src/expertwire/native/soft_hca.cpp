@@ -1,7 +1,7 @@
 // Contexts and queue pairs of the software HCA, and the loop that finds the next WQE.
 #include "soft_hca.hpp"
 
-#include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -98,11 +98,14 @@ u32 run_queue(ew_qp* qp, u32 max_wqes, bool* stalled) {
 // flags: 1 with an engine thread, 2 that never sleeps.
 EW_API int ew_hca_create(u32 flags, ew_hca** out) {
   auto* hca = new ew_hca;
-  hca->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (hca->wake_fd < 0) {
+  // Every peer gets the second end. With an eventfd one of them could take the others' wake-ups, or
+  // make it blocking, for all who hold it; with a socket it can do no more than wake us.
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) {
     delete hca;
-    return ew_fail(-errno, "eventfd: %s", strerror(errno));
+    return ew_fail(-errno, "socketpair: %s", strerror(errno));
   }
+  hca->woken_fd = ends[0], hca->wake_fd = ends[1];
   hca->next_qpn = 0x000100;
   hca->never_sleeps = flags & 2;
   if (flags & 1) start_thread(hca);
@@ -120,6 +123,7 @@ EW_API int ew_hca_destroy(ew_hca* hca) {
   stop_thread(hca);
   if (hca->wire) wire_close(hca);
   close(hca->wake_fd);
+  close(hca->woken_fd);
   delete hca;
   return 0;
 }
@@ -140,7 +144,9 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
       wake_peer(qp->peer);
     }
   }
+  hca->held_up.store(stalled, std::memory_order_relaxed);
   if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
+  if (hca->num_watched) done += take_immediates(hca);
   if (hca->wire && done == 0) wire_idle(hca);
   if (hca->completed) {
     hca->completed = false;

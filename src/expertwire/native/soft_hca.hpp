@@ -5,6 +5,7 @@
 //   soft_execute.cpp  one WQE: parse, check, move bytes
 //   soft_complete.cpp completions and errors
 //   soft_memory.cpp   keys, windows (what a peer may touch), mapped peers
+//   soft_receive.cpp  receives of writes with immediate
 //   soft_wait.cpp     the engine thread, waiting and waking
 //   wire*.cpp         peers on other hosts, through UCX
 //   soft_fault.cpp    for tests: a path that cuts, delays, reorders, doubles or drops writes
@@ -78,11 +79,13 @@ struct ew_window {
   ew_hca* hca;
   WindowPage* page;
   int fd;
-  u32 recv_posted, recv_tail;  // counted here: the peer can write to the page
-  u32 lkeys[kMaxWindowKeys];   // the registration behind each entry
+  u32 recv_posted = 0, recv_tail = 0;   // counted here: the peer can write to the page
+  u32 lkeys[kMaxWindowKeys] = {};       // the registration behind each entry
+  u64 slots_addr = 0, slot_bytes = 0;   // whose flags the peer's immediates set
+  u32 num_slots = 0;                    // 0: none, the caller takes the completions
   // For a peer on another host:
-  u64 wire_id = 0;             // what its frames must name
-  ew_peer* pair = nullptr;     // whom acknowledgements go to
+  u64 wire_id = 0;                      // what its frames must name
+  ew_peer* pair = nullptr;              // whom acknowledgements go to
   std::unordered_map<u32, Stream>* streams = nullptr;  // by the peer's queue pair
 };
 
@@ -147,6 +150,7 @@ struct ew_qp {
   u64 num_cqe_written;
   u64 progress;           // bytes of WQE ci that are moved already
   u64 rnr_since_ns;
+  u64 trace_begin_ns;     // when WQE ci was taken up, 0: not traced
   bool cq_error;
   u32 first_syndrome;
   u64 first_error_idx;
@@ -199,8 +203,10 @@ struct ew_hca {
   std::vector<ew_window*> windows;
   size_t next_qp = 0;
   u32 num_peers = 0;
+  u32 num_watched = 0;           // windows whose immediates become flags
   u32 next_pd = 1, next_qpn;
-  int wake_fd = -1;
+  int wake_fd = -1;   // a byte sent here, by us or a peer, ends the wait
+  int woken_fd = -1;  // the other end, never given away
   std::atomic<u32> interrupted{0};
   std::atomic<u32> sleeping{0};  // a thread of ours waits on wake_fd, perhaps for a completion
   bool completed = false;        // CQEs were written since the last look
@@ -217,6 +223,7 @@ struct ew_hca {
   std::atomic<u32> stop{0};
   std::atomic<u32> kicks{0};      // futex word of the engine thread
   std::atomic<u32> asleep{0};
+  std::atomic<bool> held_up{false};  // the last look met an entry that has to be tried again
   bool never_sleeps = false;  // doorbells come from a GPU, which cannot kick
 };
 
@@ -240,6 +247,9 @@ void release_remote(WindowKey* key);
 u8* find_own(ew_window* window, u32 rkey, u64 addr, u64 num_bytes, u32 access);
 void revoke_entry(WindowKey* key);
 bool wait_unused(const WindowKey* key, u64 deadline_ns);
+
+// soft_receive.cpp
+u32 take_immediates(ew_hca* hca);
 
 // soft_fault.cpp
 void send_in_pieces(ew_qp* qp, const Segment* list, u32 count, u32 rkey, u64 addr);

@@ -129,7 +129,7 @@ EW_API int ew_window_create(ew_hca* hca, ew_window** out) {
     close(fd);
     return error;
   }
-  auto* window = new ew_window{hca, reinterpret_cast<WindowPage*>(map.addr), fd, 0, 0, {}};
+  auto* window = new ew_window{hca, reinterpret_cast<WindowPage*>(map.addr), fd};
   window->page->version = kWindowVersion;
   __atomic_store_n(&window->page->magic, kWindowMagic, __ATOMIC_RELEASE);
   std::lock_guard guard(hca->lock);
@@ -187,6 +187,7 @@ EW_API void ew_window_destroy(ew_window* window) {
     auto& all = window->hca->windows;
     all.erase(std::remove(all.begin(), all.end(), window), all.end());
     if (window->hca->wire) wire_close_window(window);
+    if (window->num_slots) --window->hca->num_watched;
   }
   for (u32 i = 0; i < num_entries(window->page); ++i) revoke_entry(&window->page->keys[i]);
   const u64 deadline = monotonic_ns() + kCloseTimeoutNs;
@@ -194,25 +195,6 @@ EW_API void ew_window_destroy(ew_window* window) {
   munmap(window->page, sizeof(WindowPage));
   close(window->fd);
   delete window;
-}
-
-// Posts receives for writes with immediate. At most kRecvEntries may be open; completions that
-// nobody took yet count too, so that none is overwritten.
-EW_API int ew_window_post_recv(ew_window* window, u32 count) {
-  if (count > kRecvEntries - (window->recv_posted - window->recv_tail))
-    return ew_fail(-ENOSPC, "a window holds at most %u open receives", kRecvEntries);
-  window->recv_posted += count;
-  __atomic_store_n(&window->page->recv_posted, window->recv_posted, __ATOMIC_SEQ_CST);
-  return 0;
-}
-
-// Takes the oldest receive completion (64 bytes, RDMA WRITE with immediate). 1: taken, 0: none.
-EW_API int ew_window_poll_recv(ew_window* window, u8* cqe) {
-  if (__atomic_load_n(&window->page->recv_head, __ATOMIC_ACQUIRE) == window->recv_tail) return 0;
-  if (window->recv_tail == window->recv_posted) return 0;  // no more than we allowed, whatever the page says
-  memcpy(cqe, window->page->recv_cqe[window->recv_tail % kRecvEntries], 64);
-  ++window->recv_tail;
-  return 1;
 }
 
 EW_API int ew_peer_import(ew_hca* hca, int window_fd, int wake_fd, const int* region_fds, u32 num_fds, ew_peer** out) {

@@ -2,10 +2,12 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "error.hpp"
@@ -17,7 +19,9 @@ EW_API void ew_hca_kick(ew_hca* hca);
 namespace {
 
 constexpr u64 kEngineSpinNs = 20'000;
-constexpr u64 kEngineSleepNs = 5'000'000;  // safety net for doorbells that nobody announced
+// Safety net for doorbells that nobody announced: while there are none, looks become rarer. A look
+// costs some cache misses per queue, and a host may have a hundred engines of a hundred queues.
+constexpr u64 kEngineSleepNs = 5'000'000, kLongestSleepNs = 320'000'000;
 constexpr u64 kPlainSpinNs = 5'000;        // a spinning thread offers its core this often
 constexpr u32 kPauses = 16;                // between two looks: a sibling hardware thread has work to do
 
@@ -51,14 +55,14 @@ struct Spin {
 };
 
 void engine_loop(ew_hca* hca) {
-  u64 idle_since = monotonic_ns();
+  u64 idle_since = monotonic_ns(), sleep_ns = kEngineSleepNs;
   Spin spin(idle_since);
   while (!hca->stop.load(std::memory_order_acquire)) {
     const u32 kicks = hca->kicks.load(std::memory_order_acquire);
     const int executed = ew_hca_poll(hca, 256);
     if (executed == -EBUSY) sched_yield();  // says nothing about the queues: no reason to sleep
     if (executed != 0) {
-      idle_since = monotonic_ns();
+      idle_since = monotonic_ns(), sleep_ns = kEngineSleepNs;
       continue;
     }
     const u64 now = monotonic_ns();
@@ -69,10 +73,13 @@ void engine_loop(ew_hca* hca) {
     hca->asleep.store(1, std::memory_order_seq_cst);
     if (hca->wire)
       wire_sleep(hca, kicks);
-    else if (hca->kicks.load(std::memory_order_seq_cst) == kicks) futex_wait(&hca->kicks, kicks, kEngineSleepNs);
+    else if (hca->kicks.load(std::memory_order_seq_cst) == kicks) futex_wait(&hca->kicks, kicks, sleep_ns);
     hca->asleep.store(0, std::memory_order_relaxed);
     // Woken by a kick: spin again for a while. Woken by the safety net: look once.
-    if (hca->kicks.load(std::memory_order_acquire) != kicks) idle_since = monotonic_ns();
+    const bool kicked = hca->kicks.load(std::memory_order_acquire) != kicks;
+    if (kicked) idle_since = monotonic_ns();
+    const bool soon = kicked || hca->held_up.load(std::memory_order_relaxed);
+    sleep_ns = soon ? kEngineSleepNs : std::min(2 * sleep_ns, kLongestSleepNs);
   }
 }
 
@@ -97,6 +104,8 @@ void set_sleeping(ew_hca* hca, u32 value) {
   hca->sleeping.store(value, std::memory_order_seq_cst);
   std::lock_guard guard(hca->lock);
   for (ew_window* window : hca->windows) __atomic_store_n(&window->page->sleeping, value, __ATOMIC_SEQ_CST);
+  // One that came before its sender could see us asleep wakes nobody.
+  if (value && hca->num_watched) take_immediates(hca);
 }
 
 }  // namespace
@@ -116,6 +125,13 @@ void stop_thread(ew_hca* hca) {
   hca->thread.join();
 }
 
+// Never blocks, whatever the descriptor is and whoever holds it, too: flags of a descriptor are shared
+// with the process that it came from, the flags of this call are not. Full: the other is awake anyway.
+static void send_wake(int fd) {
+  const char byte = 1;
+  if (send(fd, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) return;
+}
+
 // The peer stores `sleeping`, fences, and looks at its flags once more; we have stored the flag,
 // fence, and look at `sleeping`: one of us sees the other.
 void wake_peer(ew_peer* peer) {
@@ -123,16 +139,14 @@ void wake_peer(ew_peer* peer) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   if (__atomic_load_n(&peer->page->sleeping, __ATOMIC_RELAXED) == 0) return;
   if (__atomic_exchange_n(&peer->page->sleeping, 0u, __ATOMIC_SEQ_CST) == 0) return;
-  const u64 one = 1;
   peer->hca->num_wakes.fetch_add(1, std::memory_order_relaxed);
-  if (write(peer->wake_fd, &one, sizeof(one)) < 0) return;  // counter full: it is awake anyway
+  send_wake(peer->wake_fd);
 }
 
 // A thread of our own may sleep until a completion.
 void wake_self(ew_hca* hca) {
   if (hca->sleeping.exchange(0, std::memory_order_seq_cst) == 0) return;
-  const u64 one = 1;
-  if (write(hca->wake_fd, &one, sizeof(one)) < 0) return;
+  send_wake(hca->wake_fd);
 }
 
 // New work for the engine thread.
@@ -149,8 +163,7 @@ EW_API int ew_hca_wake_fd(ew_hca* hca) { return hca->wake_fd; }
 
 EW_API void ew_hca_interrupt(ew_hca* hca) {
   hca->interrupted.store(1, std::memory_order_seq_cst);
-  const u64 one = 1;
-  if (write(hca->wake_fd, &one, sizeof(one)) < 0) return;
+  send_wake(hca->wake_fd);
 }
 
 // Waits until a word differs from what was seen of it. Returns its index, -ETIMEDOUT, or -EINTR
@@ -174,10 +187,11 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
       if (executed <= 0) spin.relax(now);
       continue;
     }
+    if (executed == -EBUSY) ew_hca_kick(hca);  // whoever was at it may have passed our queue already
     set_sleeping(hca, 1);
     if (first_changed(words, seen, num_words) < 0 && !hca->interrupted.load(std::memory_order_seq_cst)) {
       const u64 left_ns = timeout_ns - (now - start < timeout_ns ? now - start : timeout_ns);
-      pollfd fds[2] = {{hca->wake_fd, POLLIN, 0}, {-1, POLLIN, 0}};
+      pollfd fds[2] = {{hca->woken_fd, POLLIN, 0}, {-1, POLLIN, 0}};
       bool may_sleep = true;
       if (hca->wire) {
         std::lock_guard guard(hca->lock);
@@ -186,9 +200,9 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
       }
       const timespec timeout = {static_cast<time_t>(left_ns / 1000000000), static_cast<long>(left_ns % 1000000000)};
       if (may_sleep) ppoll(fds, 2, &timeout, nullptr);
-      u64 count;
-      if (read(hca->wake_fd, &count, sizeof(count)) < 0 && errno != EAGAIN)
-        return ew_fail(-errno, "reading the wake-up descriptor failed");
+      char bytes[256];
+      if (recv(hca->woken_fd, bytes, sizeof(bytes), MSG_DONTWAIT) < 0 && errno != EAGAIN)
+        return ew_fail(-errno, "reading the wake-up socket failed");
     }
     set_sleeping(hca, 0);
     spin_start = now = monotonic_ns();

@@ -144,9 +144,10 @@ void put_receive(WindowPage* page, const u8* immediate, u64 num_bytes, u32 qpn) 
   const u32 head = __atomic_load_n(&page->recv_head, __ATOMIC_ACQUIRE);
   u8* cqe = page->recv_cqe[head % kRecvEntries];
   memset(cqe, 0, 64);
+  store_be32(cqe + 32, qpn);  // user index
   memcpy(cqe + 36, immediate, 4);
   store_be32(cqe + 44, static_cast<u32>(num_bytes));
   store_be32(cqe + 56, qpn);
-  cqe[63] = 1 << 4;  // RESP_WR_IMM
+  cqe[63] = static_cast<u8>(1 << 4 | (head / kRecvEntries & 1));  // RESP_WR_IMM, and the owner bit of this round
   __atomic_store_n(&page->recv_head, head + 1, __ATOMIC_RELEASE);
 }

@@ -62,8 +62,10 @@ struct ew_server {  // what a server's two calls need, kept by the caller
   ew_ring* times[3];       // poll, gather, reply
   u64 spin_ns;
   u64 num_messages, num_rows, num_refused;  // out, added up
+  u64 bytes_received, bytes_sent;           // out, added up: of messages that were served
   u32 num_slots, pair_capacity;
-  u32 echo, reserved;      // echo: rows go back as they came, nothing is gathered
+  u32 echo;                // echo: rows go back as they came, nothing is gathered
+  u32 queue_depth;         // out: messages that lay ready when the last look began
 };
 
 EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes);

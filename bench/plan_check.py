@@ -1,0 +1,236 @@
+"""Predicted against measured: calibrates on one configuration and predicts others.
+
+    python bench/plan_check.py [--repeats 25] [--json]
+
+Calibration: one model, one server, one client, four numbers of tokens, from a trace as
+`expertwire plan --trace` reads it; and one size with two servers, for how they share the cores.
+Predicted, and measured in the same rounds: other numbers of tokens, two servers, two
+clients. Servers are in processes of their own; all times are lower deciles. Ends with the
+largest error; the aim is 25 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from expertwire import Client, Registry, trace
+from expertwire.demo import split_experts
+from expertwire.plan_costs import Costs, fit_costs, samples_of_trace
+from expertwire.planner import Workload, predict
+from expertwire.trace_summary import load_trace
+
+MODELS = {  # experts, top-k, hidden, middle
+    "A": (16, 4, 128, 128),
+}
+CALIBRATED = (1, 4, 16, 64)
+ROUNDS = 4
+TWO_SERVERS = 16  # tokens of the one size that says how two servers share the machine
+QUANTILE = 0.1
+CASES = [  # model, servers, clients, tokens
+    *(("A", 1, 1, tokens) for tokens in (1, 2, 8, 32, 128)),
+    *(("A", 2, 1, tokens) for tokens in (2, 8, 64)),
+    *(("A", 1, 2, tokens) for tokens in (2, 8, 16)),
+]
+
+
+def make_model(name: str, folder: Path) -> str:
+    import transformers
+
+    experts, top_k, hidden, middle = MODELS[name]
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=hidden, intermediate_size=middle, moe_intermediate_size=middle,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+        num_experts=experts, num_experts_per_tok=top_k, decoder_sparse_step=1,
+    )
+    path = str(folder / name)
+    with torch.device("meta"):  # its own initialisation takes seconds
+        model = transformers.Qwen3MoeForCausalLM(config).to(torch.float32)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.uniform_(-0.05, 0.05)
+    model.save_pretrained(path)
+    return path
+
+
+def workload(name: str, tokens: int, clients: int = 1) -> Workload:
+    experts, top_k, hidden, middle = MODELS[name]
+    return Workload(num_layers=1, num_experts=experts, top_k=top_k, hidden_size=hidden,
+                    middle_size=middle, tokens=tokens, clients=clients, element_bytes=4,
+                    weight_bytes=4)
+
+
+def batches(name: str, tokens: int, count: int, seed: int) -> list[tuple[torch.Tensor, ...]]:
+    """Every token has top_k different experts, drawn at random."""
+    experts, top_k, hidden, _ = MODELS[name]
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(tokens, hidden, generator=generator),
+             torch.rand(tokens, experts, generator=generator).topk(top_k).indices,
+             torch.rand(tokens, top_k, generator=generator)) for _ in range(count)]
+
+
+def quantile(times: list[float]) -> float:
+    """The lower decile: what a machine shows when others leave it alone."""
+    return statistics.quantiles(times, n=10)[0]
+
+
+def layer_us(clients: list[Client], name: str, tokens: int, repeats: int) -> list[float]:
+    """Times of a layer, of all clients, which work at the same time."""
+    times: list[list[float]] = [[] for _ in clients]
+    barrier = threading.Barrier(len(clients))
+
+    def work(i: int) -> None:
+        given = batches(name, tokens, repeats + 3, i)
+        barrier.wait(30)
+        for n, batch in enumerate(given):
+            start = time.perf_counter_ns()
+            clients[i].moe(0, *batch)
+            if n >= 3:
+                times[i].append((time.perf_counter_ns() - start) / 1000)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(clients))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [time for found in times for time in found]
+
+
+def serve(facts: str) -> None:
+    """One server of each entry [model folder, "A-B", registry, name], in this process: only one
+    configuration works at a time, and starting takes most of the time otherwise."""
+    from expertwire import Server
+    from expertwire.experts import parse_experts
+
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        for path, experts, registry, name in json.loads(facts):
+            server = stack.enter_context(Server.from_checkpoint(
+                path, parse_experts(experts, 1 << 20), registry, name=name,
+            ))
+            server.wait_registered(10)
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
+class Rigs(contextlib.ExitStack):
+    """(model, number of servers) -> two clients; process i holds server i of every configuration.
+    The first of them writes a trace."""
+
+    def __init__(self, paths: dict[str, str], file: Path):
+        super().__init__()
+        token = secrets.token_hex(32)
+        self.clients: dict[tuple[str, int], list[Client]] = {}
+        shares: list[list[list[str]]] = [[], []]
+        registries = {}
+        for model, servers in dict.fromkeys(case[:2] for case in CASES):
+            registry = self.enter_context(Registry("127.0.0.1:0", token=token.encode()))
+            registries[model, servers] = registry
+            for i, share in enumerate(split_experts(MODELS[model][0], servers)):
+                shares[i].append([paths[model], share, registry.address, f"{model}-{i}"])
+        children = [
+            self.enter_context(subprocess.Popen(
+                [sys.executable, __file__, "--serve", json.dumps(share)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "EXPERTWIRE_TOKEN": token, "OMP_NUM_THREADS": "1",
+                     **({} if i else {"EXPERTWIRE_TRACE": str(file)})},
+            )) for i, share in enumerate(shares)
+        ]
+        for child in children:
+            self.callback(child.stdin.close)
+            if "ready" not in child.stdout.readline():
+                raise SystemExit(f"a server ended with code {child.wait(5)}")
+        for shape, registry in registries.items():
+            self.clients[shape] = [self.enter_context(Client(registry, token=token.encode()))
+                                   for _ in range(2)]
+            for client in self.clients[shape]:
+                client.wait_ready(10)
+
+
+def calibrate(file: Path, two_servers_us: float) -> Costs:
+    """From the trace of one server; and how much two slow each other down, from one size."""
+    work = workload("A", 1)
+    samples = samples_of_trace(load_trace(file), work.num_experts, QUANTILE)
+    costs = fit_costs(samples, work.expert_bytes, work.pair_flops, work.top_k / work.num_experts)
+    alone = predict(workload("A", TWO_SERVERS), 2, costs)
+    spent = two_servers_us - (alone.layer_us - alone.experts_us)  # in the experts
+    return dataclasses.replace(costs, parallel=min(1.0, max(0.2, alone.experts_us / spent)))
+
+
+def check(
+    clients_of: dict[tuple[str, int], list[Client]], file: Path, repeats: int
+) -> tuple[list[dict[str, Any]], Costs]:
+    """In rounds, so that what else the machine does meets calibration and cases alike."""
+    first = clients_of["A", 1][0]  # its server writes the trace, too
+    layer_us([first], "A", 16, 10)
+    times: dict[tuple, list[float]] = {case: [] for case in CASES}
+    two_servers = []
+    for _ in range(ROUNDS):
+        with trace.tracing(file, name="client"):
+            for tokens in CALIBRATED:
+                layer_us([first], "A", tokens, repeats)
+        two_servers += layer_us(clients_of["A", 2][:1], "A", TWO_SERVERS, repeats)
+        for case in CASES:
+            model, servers, clients, tokens = case
+            times[case] += layer_us(clients_of[model, servers][:clients], model, tokens, repeats)
+    costs = calibrate(file, quantile(two_servers))
+    rows = []
+    for model, servers, clients, tokens in CASES:
+        measured = quantile(times[model, servers, clients, tokens])
+        expected = predict(workload(model, tokens, clients), servers, costs).layer_us
+        rows.append({
+            "model": model, "servers": servers, "clients": clients, "tokens": tokens,
+            "predicted_us": round(expected, 1), "measured_us": round(measured, 1),
+            "error": round(expected / measured - 1, 3),
+        })
+    return rows, costs
+
+
+def run(repeats: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        folder = Path(name)
+        paths = {model: make_model(model, folder) for model in MODELS}
+        file = folder / "trace.json"
+        with Rigs(paths, file) as rigs:
+            rows, costs = check(rigs.clients, file, repeats)
+    return {"costs": vars(costs), "cases": rows, "cores": os.cpu_count(),
+            "largest_error": max(abs(row["error"]) for row in rows)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=10, help="layers measured per case")
+    parser.add_argument("--json", action="store_true", help="only the JSON line, no table")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
+    facts = run(options.repeats)
+    if not options.json:
+        print(f"{'model':>6}{'servers':>9}{'clients':>9}{'tokens':>8}{'predicted us':>14}"
+              f"{'measured us':>13}{'error':>8}")
+        for row in facts["cases"]:
+            print(f"{row['model']:>6}{row['servers']:>9}{row['clients']:>9}{row['tokens']:>8}"
+                  f"{row['predicted_us']:>14.0f}{row['measured_us']:>13.0f}"
+                  f"{100 * row['error']:>7.0f}%")
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
