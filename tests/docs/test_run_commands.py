@@ -1,7 +1,7 @@
 """Runs every shell line of the README and the docs, as a reader would, document by document.
 
-Takes minutes: only with `--docs-commands`, a step of its own in `.ci/run`. Left out are what installs
-and tests this package (other steps do), and what says that it needs something else.
+Takes minutes: only with `--docs-commands`, a step of its own in `.ci/run`. Left out are what
+installs and tests this package (other steps do), and what says that it needs something else.
 """
 
 from __future__ import annotations
