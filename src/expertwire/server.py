@@ -24,7 +24,8 @@ from . import trace
 from .batch import Batcher, Experts
 from .client_link import ClientLink, admit, refuse, share_credit
 from .config import ServerConfig
-from .control import Channel, listen_unix, load_token
+from .control import Channel, load_token
+from .data_address import listen_data
 from .errors import CheckpointError, ConfigError, ExpertwireError, WaitTimeout
 from .hca import open_hca
 from .lease import Lease
@@ -126,13 +127,19 @@ class Server:
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
         self.batcher = Batcher(self.shard, self.model, self.config)
-        self._listener = listen_unix(self._token)
+        self._listener = listen_data(
+            self.config.hca, self.config.listen, self.registry_address, self._token
+        )
         self._watched = selectors.DefaultSelector()
         self._watch_wake = socket.socketpair()
         for end in self._watch_wake:
             end.setblocking(False)
         self._watched.register(self._watch_wake[0], selectors.EVENT_READ, None)
-        self.hca = open_hca("soft")
+        try:
+            self.hca = open_hca(self.config.hca)
+        except ExpertwireError:
+            self._listener.close()
+            raise
         self._started = True
         trace.join(self.name)
         self.lease = Lease(
