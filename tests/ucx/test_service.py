@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from expertwire import Client
+from expertwire.chaos.fleet import Fleet
 from expertwire.demo import demo_model_path
 from expertwire.errors import NoServerError
-from expertwire.fleet import Fleet
 from expertwire.hca.fault import Faults, FaultyHca
 from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 from tests.system.test_failover import Load
