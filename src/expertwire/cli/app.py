@@ -385,6 +385,3 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
-
-
-from . import observe as cli_observe  # noqa: E402, F401  (register their commands on `app`)
