@@ -8,14 +8,14 @@ from ..errors import ConfigError
 from .interface import Hca
 
 _PLANNED = {
-    "mlx5": "a real ConnectX through verbs",
     "ucx": "UCX between hosts",
 }
 
 
 def open_hca(name: str, **options: Any) -> Hca:
-    """Opens an HCA by name: "soft", or "gpu" or "gpu:N" for kernels on a GPU. Never falls back
-    from one to another. options: of `SoftHca` or `cuda.hca.GpuHca`.
+    """Opens an HCA by name: "soft", or "gpu" or "gpu:N" for kernels on a GPU, or
+    "mlx5:<device>[:<port>]" for a real adapter. Never falls back from one to another. options: of
+    `SoftHca`, `cuda.hca.GpuHca` or `mlx5.Mlx5Hca`.
 
     Raises ConfigError for a name that does not exist or that this release does not have yet.
     """
@@ -28,6 +28,10 @@ def open_hca(name: str, **options: Any) -> Hca:
         from ..cuda.hca import GpuHca
 
         return cast(Hca, GpuHca(gpu_index(name), **options))
+    if kind == "mlx5":
+        from .mlx5 import open_mlx5
+
+        return cast(Hca, open_mlx5(name, **options))
     if kind in _PLANNED:
         what = _PLANNED[kind]
         raise ConfigError(f"hca {name!r} ({what}) is not part of this release; use 'soft' or 'gpu'")
