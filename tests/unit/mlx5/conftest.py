@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.mlx5_fake import Fabric, FakeDevice, FakePort
 
 from expertwire.hca.mlx5 import Mlx5Hca
-from tests.unit.mlx5.fake_verbs import Fabric, FakeDevice, FakePort
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +39,3 @@ def opened(fabric: Fabric) -> Iterator[Opener]:
             return device, hca
 
         yield open_one
-
-
-def connected(here: Mlx5Hca, there: Mlx5Hca, depth: int = 64):
-    """A queue pair of each, connected with the other. Returns both."""
-    windows = here.create_window(), there.create_window()
-    ends = here.create_qp(depth), there.create_qp(depth)
-    for hca, own, qp, window, remote in (
-        (here, windows[0], ends[0], windows[1], ends[1]),
-        (there, windows[1], ends[1], windows[0], ends[0]),
-    ):
-        qp.connect(hca.connect_peer(own, window.address), remote.info.qpn)
-    return ends

@@ -6,12 +6,11 @@ import ctypes
 import ipaddress
 
 import pytest
+from tests.mlx5_fake import FakeCaps, FakePort, connected
 
 from expertwire.errors import ConfigError
 from expertwire.hca.mlx5 import prm
 from expertwire.hca.mlx5.path import udp_port
-from tests.unit.mlx5.conftest import connected
-from tests.unit.mlx5.fake_verbs import FakeCaps, FakePort
 
 V4 = "::ffff:10.0.0.{}"
 

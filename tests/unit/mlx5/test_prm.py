@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.mlx5_decode import ORACLE, decode
 
 from expertwire.hca.mlx5 import prm
-from tests.unit.mlx5.decode import ORACLE, decode
 
 C, PY = ORACLE["c"], ORACLE["python"]
 # our layout, the structure of mlx5_ifc.h, the class of rdma-core's tests; and names of theirs

@@ -1,8 +1,8 @@
 """What the two ends of a connection tell each other of their ports.
 
-28 bytes, little-endian: u8 version | u8 link layer | u8 GID kind | u8 ibv_mtu | u16 LID | u8 log2 of
-the reads and atomics that this end answers at a time | u8 0 | u32 first packet number | 16 bytes GID.
-Queue pair numbers, memory and keys travel in the handles that every HCA has.
+28 bytes, little-endian: u8 version | u8 link layer | u8 GID kind | u8 ibv_mtu | u16 LID | u8 log2
+of the reads and atomics that this end answers at a time | u8 0 | u32 first packet number | 16 bytes
+GID. Queue pair numbers, memory and keys travel in the handles that every HCA has.
 """
 
 from __future__ import annotations

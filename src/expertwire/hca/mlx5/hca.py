@@ -216,7 +216,7 @@ class Mlx5Hca:
 
 
 def open_mlx5(name: str, **options: Any) -> Mlx5Hca:
-    """name: "mlx5:<device>" or "mlx5:<device>:<port>". Raises ConfigError, an error of errors.py."""
+    """name: "mlx5:<device>" or "mlx5:<device>:<port>". Raises as Mlx5Hca, and ConfigError."""
     _, _, place = name.partition(":")
     device, _, port = place.partition(":")
     if not device or (port and not port.isdecimal()) or place.endswith(":"):

@@ -19,8 +19,8 @@ from ...memory import (
 )
 from . import prm
 from .device import Device
-from .errors import GpuMemoryRefused
-from .verbs import LOCKED_MEMORY, UMEM_DMABUF, DeviceRefused, doing
+from .errors import DeviceRefused, GpuMemoryRefused, HcaError
+from .verbs import LOCKED_MEMORY, UMEM_DMABUF, doing
 
 PAGE_BYTES = 4096  # MLX5_ADAPTER_PAGE_SIZE
 _ALL_PAGE_SIZES = (1 << 64) - PAGE_BYTES
@@ -100,7 +100,7 @@ class Region:
 
 def register_host(device: Device, addr: int, num_bytes: int, access: int) -> Region:
     """Host memory, or GPU memory where nvidia-peermem makes it look like that."""
-    fixes = {
+    fixes: dict[int, tuple[type[HcaError], str]] = {
         errno.EFAULT: (GpuMemoryRefused, "Not memory of this process. If it is a GPU's: use dmabuf "
                        "(open NVIDIA driver), or `sudo modprobe nvidia-peermem`"),
         errno.ENOMEM: (DeviceRefused, f"Usually the limit of locked memory: {LOCKED_MEMORY}"),

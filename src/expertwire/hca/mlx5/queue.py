@@ -11,7 +11,6 @@ from ..interface import QpInfo
 from ..soft import CQ_COLLAPSED, CQ_OVERRUN_IGNORE
 from ..wqe import Cqe
 from . import path, prm
-from .address import Address
 from .device import Device
 from .memory import Block, umem
 from .verbs import UAR_NC, UAR_NC_DEDICATED, doing, errno_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +68,7 @@ def errno_of(err: BaseException) -> int:
 
 @contextlib.contextmanager
 def doing(verbs: Any, what: str, fixes: dict[int, tuple[type[HcaError], str]] | None = None,
-          ) -> Iterator[None]:
+          ) -> Generator[None]:
     """Runs pyverbs calls. An error of theirs becomes one of ours that says what and what to do.
 
     fixes: errno -> (error, advice), before the usual ones.

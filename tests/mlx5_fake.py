@@ -1,7 +1,7 @@
 """pyverbs as far as it is used, with no adapter behind it: every call is recorded and checked.
 
-Firmware commands are read by rdma-core's layouts (decode.py). What they name, send queues,
-completion queues, doorbell records, register pages and keys, is handed to a software HCA, which then
+Firmware commands are read by rdma-core's layouts (mlx5_decode.py). What they name (send queues,
+completion queues, doorbell records, register pages, keys) is handed to a software HCA, which then
 executes what device code posts there: as an adapter would, from the same addresses.
 """
 
@@ -14,9 +14,9 @@ import os
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from expertwire.hca.mlx5 import Mlx5Hca
 from expertwire.hca.soft import QpMemory, SoftHca
-
-from .decode import bits, decode, encode_answer
+from tests.mlx5_decode import bits, decode, encode_answer
 
 PAGE = 4096
 STATES = {0x502: (0, 1), 0x503: (1, 2), 0x504: (2, 3)}  # opcode: from, to
@@ -30,7 +30,7 @@ class PyverbsError(Exception):
 
 @dataclass
 class FakePort:
-    """What a port query answers. gids: (index, ibv_gid_type, address); pkeys: as tables have them."""
+    """What a port query answers. gids: (index, ibv_gid_type, address)."""
 
     link_layer: int = 1
     lid: int = 0x11
@@ -338,3 +338,15 @@ def make_verbs(device: FakeDevice) -> SimpleNamespace:
         Mlx5Context=Mlx5Context, Mlx5DVContextAttr=Mlx5DVContextAttr, Mlx5DevxObj=Mlx5DevxObj,
         Mlx5UAR=Mlx5UAR, Mlx5UMEM=Mlx5UMEM, Mlx5DvObj=Mlx5DvObj,
     )
+
+
+def connected(here: Mlx5Hca, there: Mlx5Hca, depth: int = 64):
+    """A queue pair of each, connected with the other. Returns both."""
+    windows = here.create_window(), there.create_window()
+    ends = here.create_qp(depth), there.create_qp(depth)
+    for hca, own, qp, window, remote in (
+        (here, windows[0], ends[0], windows[1], ends[1]),
+        (there, windows[1], ends[1], windows[0], ends[0]),
+    ):
+        qp.connect(hca.connect_peer(own, window.address), remote.info.qpn)
+    return ends

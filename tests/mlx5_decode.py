@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-ORACLE = json.loads((Path(__file__).parents[2] / "oracles/prm.json").read_text())
+ORACLE = json.loads((Path(__file__).parent / "oracles/prm.json").read_text())
 # opcode -> the class of rdma-core's tests that it is made of
 CLASSES = {
     0x100: "QueryHcaCapIn", 0x200: "CreateMkeyIn", 0x400: "CreateCqIn", 0x500: "CreateQpIn",
