@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from expertwire.connection import Endpoint
@@ -110,22 +111,17 @@ def play(link: socket.socket, size: int, seconds: float, first: bool) -> tuple[f
         end = Endpoint(hca, send_bytes=size, recv_bytes=size + HELLO, timeout_ns=TIMEOUT_NS)
         exchange(link, end)
         program, hello = ping_pong(end, size, first), say_hello(end, size)
-        taken, launches, count = [], 3, 0
-        while count < launches:
+        taken: list[float] = []
+        last = time.perf_counter() + 2 * seconds
+        while True:
             ctypes.memset(end.recv.addr + size - 8, 0, 16)
-            link.sendall(b".")  # both have their word cleared before either writes
-            link.recv(1)
+            # Both have their words cleared before either writes; the first side says when to stop.
+            stop = first and len(taken) >= 3 and time.perf_counter() > last
+            link.sendall(b"x" if stop else b".")
+            if link.recv(1) == b"x" or stop:
+                break
             hello.run()
             taken.append(program.run())
-            count += 1
-            if count == 3:  # the first launches say how many more there is time for
-                launches = max(3, min(2000, int(seconds / taken[-1]))) if first else 0
-                if first:
-                    link.sendall(launches.to_bytes(2, "big"))
-                else:
-                    launches = int.from_bytes(link.recv(2), "big")
-        link.sendall(b".")
-        link.recv(1)
         end.close()
         return statistics.median(taken[1:]) / ROUNDS / 2, min(taken) / ROUNDS / 2
 
@@ -239,8 +235,8 @@ def ucx(program: Path, test: str, size: int, seconds: float) -> float:
 # ------------------------------------------------------------------ the run
 
 
-def measure(sizes: list[int], seconds: float) -> list[dict]:
-    program, rows = find_ucx(), []
+def measure(sizes: list[int], seconds: float) -> Iterator[dict]:
+    program = find_ucx()
     for size in sizes:
         median, fastest = latency(size, seconds)
         row = {"bytes": size, "latency_us": median * 1e6, "fastest_latency_us": fastest * 1e6}
@@ -251,21 +247,22 @@ def measure(sizes: list[int], seconds: float) -> list[dict]:
             times["ucx"] = ucx(program, "ucp_put_bw", size, seconds)
         for name, value in times.items():
             row[f"{name}_writes_per_s"], row[f"{name}_gb_per_s"] = 1 / value, size / value / 1e9
-        rows.append(row)
-    return rows
+        yield row
 
 
-def show(rows: list[dict]) -> None:
+def show(measured: Iterator[dict]) -> None:
     print(f"{'bytes':>9} | {'latency us':>10} {'ucx':>7} | {'1 qp, writes/s':>14} {'8 qps':>9} "
-          f"{'ucx':>9} | {'1 qp, GB/s':>10} {'8 qps':>6} {'ucx':>6} {'memcpy':>6}")
-    for row in rows:
+          f"{'ucx':>9} | {'1 qp, GB/s':>10} {'8 qps':>6} {'ucx':>6} {'memcpy':>6}", flush=True)
+    rows = []
+    for row in measured:
+        rows.append(row)
         theirs = (row.get(f"ucx_{name}", float("nan"))
                   for name in ("latency_us", "writes_per_s", "gb_per_s"))
         lat, writes, gb = theirs
         print(f"{row['bytes']:>9} | {row['latency_us']:>10.2f} {lat:>7.2f} | "
               f"{row['qp1_writes_per_s']:>14.0f} {row['qp8_writes_per_s']:>9.0f} {writes:>9.0f} | "
               f"{row['qp1_gb_per_s']:>10.2f} {row['qp8_gb_per_s']:>6.2f} {gb:>6.2f} "
-              f"{row['memcpy_gb_per_s']:>6.2f}")
+              f"{row['memcpy_gb_per_s']:>6.2f}", flush=True)
     small, large = rows[0], next((r for r in rows if r["bytes"] == 1 << 20), None)
     if "ucx_latency_us" in small:
         times = small["latency_us"] / small["ucx_latency_us"]
@@ -290,7 +287,7 @@ def main() -> None:
             play(link, size, 0, False)
         return
     rows = measure([int(size) for size in options.sizes.split(",")], options.seconds)
-    print(json.dumps(rows)) if options.json else show(rows)
+    print(json.dumps(list(rows))) if options.json else show(rows)
 
 
 if __name__ == "__main__":

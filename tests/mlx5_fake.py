@@ -348,5 +348,5 @@ def connected(here: Mlx5Hca, there: Mlx5Hca, depth: int = 64):
         (here, windows[0], ends[0], windows[1], ends[1]),
         (there, windows[1], ends[1], windows[0], ends[0]),
     ):
-        qp.connect(hca.connect_peer(own, window.address), remote.info.qpn)
+        qp.connect(hca.connect_peer(own, window.wire), remote.info.qpn)
     return ends

@@ -49,6 +49,7 @@ class Lap:
     phase: Phase
     begin_ns: int
     end_ns: int = 0
+    late_ms: float = 0.0  # how late this process was woken, at worst: what the machine adds
 
 
 @dataclass
@@ -210,8 +211,12 @@ class ChaosRun:
     def _load(self, seconds: float, loads: list[LoadThread]) -> None:
         """Lets the clients work."""
         end = time.monotonic() + seconds
+        lap = self.laps[-1]
         while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, 0.1))
+            asleep, asked = time.monotonic(), min(left, LOOK_SECONDS)
+            time.sleep(asked)
+            late_ms = (time.monotonic() - asleep - asked) * 1e3
+            lap.late_ms = max(lap.late_ms, late_ms)
             self._check_alive(loads)
 
     def _settle(self, loads: list[LoadThread]) -> None:
@@ -250,6 +255,7 @@ class ChaosRun:
         code = self.fleet.servers[name].process.wait(SETTLE_SECONDS)
         if code != 0:
             raise ConfigError(f"drained server {name} ended with exit code {code}, not 0")
+        self.fleet.forget(name)
         self._note("left", name)
 
     # ---------------------------------------------------------------- leaks

@@ -62,7 +62,8 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
         count, longest, rate = steps.within(lap.begin_ns, lap.end_ns)
         seconds = (lap.end_ns - lap.begin_ns) / 1e9
         laps.append({"name": lap.phase.name, "seconds": round(seconds, 2), "steps": count,
-                     "steps_per_s": round(rate, 1), "longest_ms": round(longest, 2)})
+                     "steps_per_s": round(rate, 1), "longest_ms": round(longest, 2),
+                     "machine_late_ms": round(lap.late_ms, 2)})
         if lap.phase.is_calm:
             rates.append(("calm", rate))
         elif not lap.phase.starts_processes:
@@ -78,6 +79,7 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
         "throughput_ratio": ratio, "throughput_noise": noise,
         "leaks": sum(run.leaks.values()),
         "deadline_ms": run.deadline_ms,
+        "machine_late_ms": max(p["machine_late_ms"] for p in laps),
         "pauses": int((steps.ms > steps.pause_ms).sum()),
         "median_ms": round(float(np.median(steps.ms)), 3) if steps.ms.size else None,
         "retries": sum(s["retries"] for s in stats),
@@ -120,7 +122,10 @@ def _problems(figures: dict[str, Any], max_pause_ms: float) -> list[str]:
     if figures["lost_requests"]:
         found.append(f"{figures['lost_requests']} requests were lost: {figures['errors'][0]}")
     if figures["longest_pause_ms"] > max_pause_ms:
-        found.append(f"a step took {figures['longest_pause_ms']} ms, more than {max_pause_ms:g}")
+        found.append(
+            f"a step took {figures['longest_pause_ms']} ms, more than {max_pause_ms:g} (a thread "
+            f"that only sleeps was woken up to {figures['machine_late_ms']} ms late)"
+        )
     if figures["leaks"]:
         found.append(f"left behind: {figures['leak_details']}")
     return found

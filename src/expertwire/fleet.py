@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -25,12 +26,14 @@ class Fleet(ChildGroup):
     lease: seconds of silence after which the registry removes a server.
     """
 
-    def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0):
+    def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0,
+                 hca: str = "soft"):
         # OpenMP threads that spin on cores which other processes need slow everything down.
         super().__init__(Zygote(model, {"OMP_NUM_THREADS": "1"}))
         self.model = model
         self.dtype = dtype
         self.lease = lease
+        self.hca = hca
         self.token = secrets.token_hex(16).encode()
         self.address = "127.0.0.1:0"  # of the registry
         self.way_in = ""  # another address that leads to it; "": servers take the registry's own
@@ -59,8 +62,8 @@ class Fleet(ChildGroup):
             self._forget(running)
         self.servers[name] = server = self.start(
             name, ["serve", self.model, "--experts", experts, "--registry",
-                   self.way_in or self.address,
-                   "--name", name, "--dtype", self.dtype, "--threads", "1"], self._env,
+                   self.way_in or self.address, "--name", name, "--dtype", self.dtype,
+                   "--threads", "1", "--hca", self.hca], self._env,
         )
         if wait:
             server.wait_line("registry", START_SECONDS)
@@ -74,11 +77,16 @@ class Fleet(ChildGroup):
             self.servers[name].wait_line("registry", START_SECONDS)
 
     def signal(self, name: str, number: int) -> None:
-        """Sends a signal to a server, or to the "registry". Raises ConfigError if it has ended."""
+        """Sends a signal to a server, or to the "registry"; returns when SIGSTOP has stopped it.
+
+        Raises ConfigError if it has ended.
+        """
         child = self.registry if name == "registry" else self.servers.get(name)
         if child is None or child.process.poll() is not None:
             raise ConfigError(f"there is no process {name}")
         child.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            _wait_stopped(child.process.pid)
 
     def kill(self, name: str) -> None:
         """kill -9, and waits until the process is gone."""
@@ -86,6 +94,10 @@ class Fleet(ChildGroup):
         child = self.registry if name == "registry" else self.servers[name]
         assert child is not None
         child.process.wait(10)
+
+    def forget(self, name: str) -> None:
+        """A server that has ended by itself: gives its pipes back."""
+        self._forget(self.servers.pop(name))
 
     def _forget(self, ended: ChildProcess) -> None:
         ended.stop()  # its pipes
@@ -106,3 +118,15 @@ class Fleet(ChildGroup):
         assert self.zygote is not None
         self.zygote.close()
         self._folder.cleanup()
+
+
+def _wait_stopped(pid: int) -> None:
+    """A process that was sent SIGSTOP runs on until its threads have seen it (proc(5), State)."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        states = [Path(f"/proc/{pid}/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
+                  for task in os.listdir(f"/proc/{pid}/task")]
+        if all(state in "tTZX" for state in states):
+            return
+        time.sleep(0.001)
+    raise ConfigError(f"process {pid} was sent SIGSTOP and is not stopped")

@@ -63,10 +63,11 @@ class Prediction:
     message_bytes: float  # there and back
     trip_us: float  # per layer: put to combine without the experts
     experts_us: float  # per layer: of the busiest server's batch
-    layer_us: float  # of a client: attention, trip, experts, and waiting for other clients
+    layer_us: float  # of a client: attention, trip, experts with the other clients' rows
+    apart_us: float  # the same if clients come at random and are served one by one
     step_us: float
     busy: float  # share of its time that the busiest server works
-    saturates_at: float  # clients beyond which steps only get longer
+    saturates_at: float  # clients beyond which throughput hardly grows
     weight_bytes: int  # that a server holds, all layers
     bound_by: str
 
@@ -96,25 +97,33 @@ def predict(work: Workload, servers: int, costs: Costs, imbalance: float = 1.0) 
     rows = rows_per_server(work, servers)
     pairs = work.tokens * work.top_k / servers * imbalance
     count = message_bytes(work, rows, pairs)
-    busy = busy_experts(held, work.top_k / work.num_experts, work.tokens)
-    experts = costs.experts_us(busy, pairs, work.expert_bytes, work.pair_flops)
-    slower = 1.0 if servers == 1 or costs.parallel >= 1 else 1 / costs.parallel
-    experts *= slower
+    chance = work.top_k / work.num_experts
+    slower = 1.0 if servers == 1 else 1 / costs.parallel
+
+    def served_us(clients: float) -> float:
+        """Of a batch with the messages of so many clients."""
+        busy = busy_experts(held, chance, work.tokens * clients)
+        return min(costs.server_us, costs.trip_us) + slower * costs.experts_us(
+            busy, pairs * clients, work.expert_bytes, work.pair_flops)
+
+    alone, together = served_us(1), served_us(work.clients)
+    another = served_us(2e6) - served_us(1e6)  # what one more of many clients adds, times a million
     # All messages of a client pass through its own link and memory.
     trip = costs.trip_us + servers * count / costs.trip_bytes_per_us
-    demand = min(costs.server_us, costs.trip_us) + experts
     think = work.attention_us + trip - min(costs.server_us, costs.trip_us)
-    response = waiting(demand, think, work.clients)
-    layer = think + response
+    layer = think + together
+    busy = busy_experts(held, chance, work.tokens)
     limits = {"experts' weights": busy * work.expert_bytes / costs.weight_bytes_per_us,
               "experts' arithmetic": pairs * work.pair_flops / costs.flops_per_us,
               "bytes on the way": servers * count / costs.trip_bytes_per_us,
               "fixed costs": costs.trip_us + costs.batch_us + busy * costs.expert_us,
-              "attention": work.attention_us, "waiting for other clients": response - demand}
+              "attention": work.attention_us, "other clients' rows": together - alone}
     return Prediction(
         servers=servers, rows=rows, pairs=pairs, message_bytes=count, trip_us=trip,
-        experts_us=experts, layer_us=layer, step_us=layer * work.num_layers,
-        busy=min(1.0, work.clients * demand / layer), saturates_at=(think + demand) / demand,
+        experts_us=alone - min(costs.server_us, costs.trip_us), layer_us=layer,
+        apart_us=think + waiting(alone, think, work.clients),
+        step_us=layer * work.num_layers, busy=together / layer,
+        saturates_at=(think + alone) / (another / 1e6),
         weight_bytes=math.ceil(held) * work.expert_bytes * work.num_layers,
         bound_by=max(limits, key=lambda name: limits[name]),
     )

@@ -26,7 +26,8 @@ HERE = Path(__file__).parent
 NATIVE = Path(expertwire.__file__).parent
 SOURCES = {"wqe": ("soft_*.cpp", "error.cpp"), "head": ("fiber*", "schedule.cpp", "error.cpp")}
 FLAGS = ["-std=c++20", "-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all",
-         "-fsanitize=fuzzer,address,undefined", "-ffp-contract=off", "-pthread"]
+         "-fsanitize=fuzzer,address,undefined", "-D__SANITIZE_ADDRESS__=1", "-ffp-contract=off",
+         "-pthread"]
 LOCAL, REMOTE = bytes.fromhex("00007f0011223344"), bytes.fromhex("00007e00aabbccdd")
 
 

@@ -24,7 +24,8 @@ SERVERS = {"a": "0-15", "b": "0-15"}
 def test_the_shipped_plans_keep_every_expert_on_a_server():
     """At any moment somebody holds each expert: what then fails is our fault, not the plan's."""
     assert set(plan_names()) >= {
-        "kill-each", "stop-each", "join-leave", "drain-each", "registry-restart", "short",
+        "kill-each", "stop-each", "join-leave", "drain-each", "registry-restart", "network",
+        "short",
     }
     for name in plan_names():
         plan = load_plan(name)

@@ -59,7 +59,8 @@ class RawRequest:
 
     def send(self, head: BufferHead, ids=(0, 1)) -> ReplyHead:
         """Writes head, ids and zero rows, raises the flag, and returns the reply's head."""
-        ctypes.memset(self.slot + 128, 0, 1024)
+        # Up to the flag: a flag of 0 in between would be one more message, and refused.
+        ctypes.memset(self.slot + 128, 0, self.flag - self.slot - 128)
         ctypes.memmove(self.slot, ctypes.addressof(head), 128)
         (ctypes.c_int32 * 2).from_address(self.slot + 128)[:] = ids
         ctypes.c_uint64.from_address(self.flag).value = self.seq

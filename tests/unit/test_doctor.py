@@ -77,6 +77,8 @@ def test_the_command_as_json_and_its_exit_code():
     facts = json.loads(result.output)
     assert result.exit_code == (0 if facts["can_run"] else 1)
     assert facts["seconds"] < 5 and facts["needed"] == "cpu" and set(facts["paths"]) == set(PATHS)
+    hasty = CliRunner().invoke(app, ["doctor", "--json", "--seconds", "0.5"])
+    assert json.loads(hasty.output)["seconds"] < 5
     needed = CliRunner().invoke(app, ["doctor", "--json", "--need", "mlx5"])
     assert needed.exit_code == 1, "there is no ConnectX in a test machine"
     wrong = CliRunner().invoke(app, ["doctor", "--need", "tin cans"])

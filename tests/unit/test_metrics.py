@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from tests.system.cluster import TOKEN, batch, cluster, model_facts
 
 from expertwire import Client
 from expertwire.demo import demo_model_path
-from expertwire.errors import ConfigError
+from expertwire.errors import ConfigError, RejectedError
+from expertwire.hca.fault import Faults, FaultyHca
 from expertwire.metrics import client_metrics, registry_metrics, serve_metrics, server_metrics
 from expertwire.processes import ChildProcess
 
@@ -180,18 +182,40 @@ def test_rubbish_that_clients_report_is_left_out():
                 assert all(v.isprintable() for v in sample.labels.values())
 
 
-def test_refusals_and_lost_servers_are_counted():
-    model = model_facts()
-    with cluster([range(8), range(8)], model, reply_timeout=5.0) as (client, servers, registry):
-        servers[0].batcher.refusals["layer"] += 2
-        client.moe(0, *batch(4, model))
-        servers[1].close()
-        client.moe(0, *batch(4, model))
-        refused = {m.name: m for m in server_metrics(servers[0])}["expertwire_refused_messages"]
-        assert [(s.labels["reason"], s.value) for s in refused.samples] == [("layer", 2)]
-        with serve_metrics("127.0.0.1:0", lambda: registry_metrics(registry)) as web:
+def reported(registry, ready):
+    """The registry's metrics, once its clients have reported what `ready` looks for."""
+    with serve_metrics("127.0.0.1:0", lambda: registry_metrics(registry)) as web:
+        for _ in range(1000):
             found = scrape(web.address)
-        assert values(found, "expertwire_members") == [1]
+            if ready(found):
+                return found
+            time.sleep(0.02)
+    raise AssertionError(f"not reported: {found}")
+
+
+def test_a_failed_completion_is_a_failover_with_its_syndrome():
+    model = model_facts()
+    with cluster([range(8), range(8)], model) as (client, _, registry):
+        queue = client.links.table.links[0].endpoint.qp_states[0].qpn
+        FaultyHca(client.hca, Faults(fail={1: 0x13}, qpn=queue))  # its first message's head
+        for seed in range(4):
+            client.moe(0, *batch(4, model, seed=seed))
+        found = reported(registry, lambda f: values(f, "expertwire_client_retries_total") > [0])
+    errors = [(s.labels["syndrome"], s.labels["error"]) for s in
+              found["expertwire_client_errors"].samples if s.value]
+    assert errors == [("0x13", "remote access error")]
+    assert values(found, "expertwire_client_failovers_total")[0] >= 1
+    assert values(found, "expertwire_loss_reports_total")[0] >= 1
+
+
+def test_a_refused_message_is_counted_with_its_reason():
+    model = model_facts()
+    with cluster([range(8)], model) as (client, (server,), _):
+        server.shard.fail_on_layer = 1
+        with pytest.raises(RejectedError):
+            client.moe(1, *batch(4, model))
+        refused = {m.name: m for m in server_metrics(server)}["expertwire_refused_messages"]
+    assert [(s.labels["reason"], s.value) for s in refused.samples] == [("expert_fault", 1)]
 
 
 def test_what_to_install_is_said(monkeypatch):

@@ -160,10 +160,22 @@ def test_a_slower_link_is_never_better():
 
 
 def test_more_clients_saturate_a_server():
-    predictions = [predict(Workload(**SMALL, tokens=64, clients=c), 1, CPU) for c in (1, 2, 4, 64)]
+    counts = (1, 2, 4, 64, 4096)
+    predictions = [predict(Workload(**SMALL, tokens=64, clients=c), 1, CPU) for c in counts]
     assert [p.layer_us for p in predictions] == sorted(p.layer_us for p in predictions)
-    assert predictions[-1].busy > 0.999 and predictions[-1].bound_by == "waiting for other clients"
-    assert predictions[0].saturates_at == predictions[-1].saturates_at > 1
+    assert predictions[-1].busy > 0.99 and predictions[-1].bound_by == "other clients' rows"
+    limit = predictions[0].saturates_at
+    assert limit == pytest.approx(predictions[-1].saturates_at) and limit > 1
+    rates = [c / p.layer_us for c, p in zip(counts, predictions, strict=True)]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(limit / predictions[0].layer_us, rel=0.02)  # the asymptote
+
+
+def test_clients_that_are_served_together_wait_less_than_one_by_one():
+    for clients in (1, 2, 5, 40):
+        p = predict(Workload(**SMALL, tokens=8, clients=clients), 2, CPU)
+        assert p.layer_us <= p.apart_us + 1e-9
+        assert (p.layer_us == pytest.approx(p.apart_us)) == (clients == 1)
 
 
 def test_the_recommendation():

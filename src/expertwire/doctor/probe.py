@@ -219,7 +219,19 @@ def ucx() -> dict[str, Any]:
         if ctypes.c_uint.from_buffer(attributes, 24).value:  # there are devices for it
             names.append(name)
     return {"version": ucp.ucp_get_version_string().decode(), "library": place[1],
-            "transports": names}
+            "transports": names, "open_hca": opens("ucx")}
+
+
+def opens(name: str) -> str:
+    """"" if this release can open the HCA here, else why not."""
+    from ..errors import ExpertwireError
+    from ..hca import open_hca
+
+    try:
+        open_hca(name).close()
+    except (ExpertwireError, OSError) as err:
+        return str(err)
+    return ""
 
 
 def find_ucx() -> tuple[str, str]:
@@ -245,7 +257,7 @@ def verbs(device: str) -> dict[str, Any]:
     mr.close()
     pd.close()
     context.close()
-    return {"opened": device}
+    return {"opened": device, "open_hca": opens(f"mlx5:{device}")}
 
 
 PROBES = {"job": job, "gpu": gpu, "ucx": ucx, "verbs": verbs}

@@ -18,7 +18,7 @@ def examine(roots: Roots | None = None, seconds: float = SECONDS) -> list[Findin
     """Every finding, path by path. Takes at most about `seconds`."""
     roots = roots or Roots()
     deadline = time.monotonic() + seconds
-    probes = {name: Probe(name) for name in ("job", "gpu", "ucx")}
+    probes = {"job": Probe("job"), "ucx": Probe("ucx"), "gpu": Probe("gpu", f"{0.7 * seconds}")}
 
     def verbs(device: str) -> dict[str, Any]:
         return Probe("verbs", device).result(deadline - 0.2)
@@ -45,7 +45,7 @@ def job_finding(facts: dict[str, Any]) -> Finding:
     name = "whole trip"
     if facts.get("late"):
         return Finding("cpu", name, "unknown", "importing torch and a trip took too long for this "
-                       "check; that alone breaks nothing", "expertwire demo")
+                       "check; that alone breaks nothing", "expertwire doctor --seconds 30")
     if "error" in facts:
         return Finding("cpu", name, "fail", facts["error"], "expertwire demo (it says more)")
     if not facts["equal"]:

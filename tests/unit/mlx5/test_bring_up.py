@@ -117,7 +117,7 @@ def test_port_that_demands_a_route_header_gets_one_in_its_own_subnet(opened):
     _, there = opened(FakePort(lid=2, gids=((0, 0, "fe80::22"),)))
     fields = here.create_qp(64)
     window = there.create_window()
-    fields.connect(here.connect_peer(here.create_window(), window.address), 5)
+    fields.connect(here.connect_peer(here.create_window(), window.wire), 5)
     assert states(a)[1]["sw_qpc"]["primary_address_path"]["grh"] == 1
 
 
@@ -207,7 +207,7 @@ def test_lost_peer_puts_its_queues_in_the_error_state(opened):
     device, here = opened()
     _, there = opened(FakePort(lid=2))
     window = there.create_window()
-    peer = here.connect_peer(here.create_window(), window.address)
+    peer = here.connect_peer(here.create_window(), window.wire)
     qps = [here.create_qp(64) for _ in range(2)]
     for qp in qps:
         qp.connect(peer, there.create_qp(64).info.qpn)

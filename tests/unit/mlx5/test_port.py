@@ -110,8 +110,8 @@ def test_ends_that_cannot_talk(opened):
                                (v2, v1, "RoCE v2 .*, the peer RoCE v1"),
                                (v1, v2, "EXPERTWIRE_MLX5_GID_INDEX")):
         with pytest.raises(LinkMismatch, match=words):
-            here.connect_peer(here.create_window(), there.create_window().address)
-    check_link(v2.device.port, Address.unpack(v2.create_window().address))
+            here.connect_peer(here.create_window(), there.create_window().wire)
+    check_link(v2.device.port, Address.unpack(v2.create_window().wire.address))
 
 
 def test_settings_come_from_the_environment_and_arguments_win():

@@ -48,7 +48,7 @@ class Side:
 
     def connect(self, there: Side) -> None:
         hca, info = self.hca, self.qp.info
-        self.peer = hca.connect_peer(self.window, there.window.address)
+        self.peer = hca.connect_peer(self.window, there.window.wire)
         self.qp.connect(self.peer, there.qp.info.qpn)
         self.state = IbgdaQp(
             sq_addr=info.sq_addr, dbrec_addr=info.dbrec_addr, doorbell_addr=info.uar_addr + 0x800,

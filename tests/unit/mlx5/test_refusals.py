@@ -153,7 +153,7 @@ def test_what_an_adapter_has_not(opened):
         window.watch(0, 4096, 2)
     with pytest.raises(HcaError, match="connect_peer"):
         hca.import_peer(0, 0, [])
-    peer = hca.connect_peer(window, window.address)
+    peer = hca.connect_peer(window, window.wire)
     with pytest.raises(HcaError, match="do_ibgda"):
         peer.map(1, 2, 3)
     with pytest.raises(HcaError, match="0x99 is not registered"):

@@ -6,11 +6,13 @@ then on nothing of this file is in the way of a message. Never run on an adapter
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ...errors import ConfigError, HcaError
+from ...handles import WireHandle
 from ...memory import Buffer, MemoryRegion
 from ..soft import SoftHca
 from . import path
@@ -32,11 +34,11 @@ class Mlx5Window:
         self.psn = secrets.randbits(24)
 
     @property
-    def address(self) -> bytes:
+    def wire(self) -> WireHandle:
         """What the peer's `connect_peer` takes."""
         device = self._hca.device
         reads = path.log_reads_in(device.caps, device.config)
-        return Address.of(device.port, reads, self.psn).pack()
+        return WireHandle(1, Address.of(device.port, reads, self.psn).pack())
 
     def publish(self, mr: MemoryRegion, fd_idx: int = 0, fd_offset: int = 0) -> int:
         """The region's remote key. An adapter has one per region, and any queue pair of this
@@ -82,19 +84,22 @@ class Mlx5Hca:
     """An adapter's port (interface.Hca).
 
     device: as in /sys/class/infiniband. doorbell: "register", or "proxy" for a thread here that
-    rings for device code which cannot reach the register. make_block: where queues lie; host
+    rings for device code which cannot reach the register; None: as EXPERTWIRE_DOORBELL says.
+    make_block: where queues lie; host
     memory if it is None, gpu.GpuBlock for kernels. options: of Mlx5Config. verbs: pyverbs.
     Raises an error of errors.py.
     """
 
-    network = True
+    network, scheme = True, "mlx5"
 
     def __init__(
-        self, device: str, *, doorbell: str = "register",
+        self, device: str, *, doorbell: str | None = None,
         make_block: Callable[[int], Block] | None = None, verbs: Any = None, **options: Any,
     ):
+        doorbell = doorbell or os.environ.get("EXPERTWIRE_DOORBELL", "register")
         if doorbell not in ("register", "proxy"):
-            raise ConfigError(f"mlx5 doorbell must be register or proxy, not {doorbell!r}")
+            raise ConfigError("an mlx5 HCA's doorbell (EXPERTWIRE_DOORBELL) must be register or "
+                              f"proxy, not {doorbell!r}")
         config = Mlx5Config.read(**options)
         self.device = Device(device, config, verbs)
         if not config.ordered_path and not self.device.caps.masked_atomics:
@@ -161,9 +166,9 @@ class Mlx5Hca:
     def create_window(self) -> Mlx5Window:
         return Mlx5Window(self)
 
-    def connect_peer(self, window: Mlx5Window, address: bytes) -> Mlx5Peer:
-        """The peer whose window has this address. Raises HandleError, LinkMismatch."""
-        peer = Address.unpack(address)
+    def connect_peer(self, window: Mlx5Window, wire: WireHandle) -> Mlx5Peer:
+        """The peer whose window this describes. Raises HandleError, LinkMismatch."""
+        peer = Address.unpack(wire.address)
         check_link(self.device.port, peer)
         return Mlx5Peer(peer, window.psn)
 
