@@ -120,7 +120,7 @@ class Mlx5Hca:
         self.wait, self.interrupt = self._waiting.wait, self._waiting.interrupt
         self.kick, self.poll = self._waiting.kick, self._waiting.poll
         self.read_word = self._waiting.read_word
-        self._doorbells = Doorbells() if doorbell == "proxy" else None
+        self.doorbells = Doorbells() if doorbell == "proxy" else None
 
     @property
     def relaxed_ordering(self) -> bool:
@@ -176,15 +176,15 @@ class Mlx5Hca:
         raise HcaError("a peer behind an adapter has no descriptors: use connect_peer")
 
     def create_qp(self, depth: int = 1024) -> Mlx5Qp:
-        proxy = self._doorbells.add() if self._doorbells else 0
+        proxy = self.doorbells.add() if self.doorbells else 0
         try:
             qp = Mlx5Qp(self, depth, self._make_block(block_bytes(depth)), proxy_addr=proxy)
         except BaseException:
-            if self._doorbells:
-                self._doorbells.remove(proxy)
+            if self.doorbells:
+                self.doorbells.remove(proxy)
             raise
-        if self._doorbells:
-            self._doorbells.serve(proxy, qp.uar.reg_addr, qp.info.qpn)
+        if self.doorbells:
+            self.doorbells.serve(proxy, qp.uar.reg_addr, qp.info.qpn)
         self._queues.append(qp)
         return qp
 
@@ -192,8 +192,8 @@ class Mlx5Hca:
         """A queue pair is about to go: nobody rings for it any more."""
         if qp in self._queues:
             self._queues.remove(qp)
-            if self._doorbells:
-                self._doorbells.remove(qp.info.proxy_addr)
+            if self.doorbells:
+                self.doorbells.remove(qp.info.proxy_addr)
 
     def stats(self) -> dict:
         """Of the software HCA that waits: an adapter's own counters are in
@@ -207,8 +207,8 @@ class Mlx5Hca:
         for region in self._regions.values():
             region.close()
         self._regions.clear()
-        if self._doorbells:
-            self._doorbells.close()
+        if self.doorbells:
+            self.doorbells.close()
         if self._waiting.pointer:
             self._waiting.close()
             self.device.close()

@@ -27,11 +27,13 @@ _ALL_PAGE_SIZES = (1 << 64) - PAGE_BYTES
 
 
 class Block(Protocol):
-    """Memory that queues lie in. dmabuf: a descriptor of GPU memory, None for host memory."""
+    """Memory that queues lie in. dmabuf: a descriptor of GPU memory, None: it has an address that
+    the kernel can register. is_host: the CPU may read it."""
 
     addr: int
     num_bytes: int
     dmabuf: int | None
+    is_host: bool
 
     def fill(self, offset: int, num_bytes: int, value: int) -> None: ...
     def close(self) -> None: ...
@@ -40,7 +42,7 @@ class Block(Protocol):
 class HostBlock:
     """Zeroed pages of this process."""
 
-    dmabuf = None
+    dmabuf, is_host = None, True
 
     def __init__(self, num_bytes: int):
         self.num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -167,7 +167,7 @@ class Mlx5Qp:
         The one entry of a collapsed queue shows the last completion, so what was flushed behind an
         error hides it from whoever looks late; device code looks at every wait.
         """
-        if self._first_error[0] == 0 and self.block.dmabuf is None and self.block.addr:
+        if self._first_error[0] == 0 and self.block.is_host and self.block.addr:
             cqe = Cqe.decode(ctypes.string_at(self.info.cq_addr, 64))
             if cqe.is_error:
                 self._first_error = (cqe.syndrome, cqe.wqe_counter)
