@@ -19,6 +19,7 @@ from expertwire.hca.soft import QpMemory, SoftHca
 from tests.mlx5_decode import bits, decode, encode_answer
 
 PAGE = 4096
+DMABUFS: dict[int, int] = {}  # descriptor -> address, of what stands for GPU memory
 STATES = {0x502: (0, 1), 0x503: (1, 2), 0x504: (2, 3)}  # opcode: from, to
 
 
@@ -296,6 +297,8 @@ def make_verbs(device: FakeDevice) -> SimpleNamespace:
             device.note("UMEM", size=size, addr=addr, access=access, pgsz_bitmap=pgsz_bitmap,
                         comp_mask=comp_mask, dmabuf_fd=dmabuf_fd)
             assert addr is not None and addr % PAGE == 0
+            if comp_mask:
+                addr += DMABUFS[dmabuf_fd]
             self.size, self.addr, self.umem_id = size, addr, 0x90 + len(device.umems)
             device.umems[self.umem_id] = self
             self._opened()
