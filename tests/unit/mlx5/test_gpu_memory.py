@@ -9,10 +9,10 @@ import os
 import pytest
 from tests.mlx5_fake import DMABUFS, FakePort, connected
 
+from expertwire.control.memory import ACCESS_LOCAL_WRITE, ACCESS_REMOTE_ATOMIC, ACCESS_REMOTE_WRITE
 from expertwire.errors import HcaError
 from expertwire.hca.mlx5 import errors as named
 from expertwire.hca.mlx5 import gpu
-from expertwire.memory import ACCESS_LOCAL_WRITE, ACCESS_REMOTE_ATOMIC, ACCESS_REMOTE_WRITE
 
 
 class Code(int):

@@ -11,6 +11,12 @@ import pytest
 from tests.mlx5_fake import FakePort
 from tests.queue_pair import ADD8, INLINE, PUT_ALWAYS_POST, QUIET
 
+from expertwire.control.memory import (
+    ACCESS_LOCAL_WRITE,
+    ACCESS_REMOTE_ATOMIC,
+    ACCESS_REMOTE_READ,
+    ACCESS_REMOTE_WRITE,
+)
 from expertwire.device_structs import (
     DOORBELL_PROXY,
     DOORBELL_REGISTER,
@@ -23,12 +29,6 @@ from expertwire.device_structs import (
 )
 from expertwire.hca.mlx5 import Mlx5Hca
 from expertwire.launch import Launch
-from expertwire.memory import (
-    ACCESS_LOCAL_WRITE,
-    ACCESS_REMOTE_ATOMIC,
-    ACCESS_REMOTE_READ,
-    ACCESS_REMOTE_WRITE,
-)
 
 ALL = ACCESS_LOCAL_WRITE | ACCESS_REMOTE_WRITE | ACCESS_REMOTE_READ | ACCESS_REMOTE_ATOMIC
 SIZE = 1 << 16

@@ -8,12 +8,12 @@ import importlib
 import pytest
 from tests.mlx5_fake import FakeCaps, FakeDevice, FakePort
 
+from expertwire.control.memory import ACCESS_LOCAL_WRITE
 from expertwire.errors import ConfigError, ExpertwireError, HcaError
 from expertwire.hca import open_hca
 from expertwire.hca.mlx5 import Mlx5Hca
 from expertwire.hca.mlx5 import errors as named
 from expertwire.hca.mlx5.verbs import load
-from expertwire.memory import ACCESS_LOCAL_WRITE
 
 
 @pytest.mark.parametrize("name", ["mlx5", "mlx5:", "mlx5:mlx5_0:", "mlx5:mlx5_0:x", "mlx5::1"])

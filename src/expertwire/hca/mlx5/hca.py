@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from ...control.handles import WireHandle
+from ...control.memory import Buffer, MemoryRegion
 from ...errors import ConfigError, HcaError
-from ...handles import WireHandle
-from ...memory import Buffer, MemoryRegion
 from ..soft import SoftHca
 from . import path
 from .address import Address, check_link

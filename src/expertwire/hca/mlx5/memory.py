@@ -11,7 +11,7 @@ import errno
 import mmap
 from typing import Any, Protocol
 
-from ...memory import (
+from ...control.memory import (
     ACCESS_LOCAL_WRITE,
     ACCESS_REMOTE_ATOMIC,
     ACCESS_REMOTE_READ,
