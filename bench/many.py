@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -104,6 +105,7 @@ def use(
 
 
 PIDS: list[int] = []
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def shares(count: int, size: int) -> list[range]:
@@ -115,6 +117,7 @@ def fork(work) -> int:
     PIDS.append(pid)
     if pid == 0:
         code = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # never left behind
         try:
             work()
             code = 0
@@ -239,6 +242,8 @@ def end_all() -> None:
     for pid in PIDS:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+    for pid in PIDS:
+        with contextlib.suppress(OSError):
             os.waitpid(pid, 0)
 
 

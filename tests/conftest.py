@@ -20,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, default=20, metavar="N",
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
+    parser.addoption(
+        "--ucx", action="store_true",
+        help="tests/conformance over UCX too, and everything that needs UCX or network namespaces "
+        "fails where these are missing instead of being skipped",
+    )
     parser.addoption("--chromium", metavar="PATH", help="a browser, for tests/browser")
     parser.addoption("--screenshots", metavar="FOLDER", help="where tests/browser keeps pictures")
     parser.addoption(

@@ -51,6 +51,8 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
+# Of what is refused, the first ones of a client and then few are logged: it decides how many come.
+TOLD, TOLD_EVERY = 5, 10_000
 NATIVE_STAGES = ("poll", "gather", "reply")
 
 
@@ -299,8 +301,10 @@ class Batcher:
             link, _ = self.links[message.slot]
             if message.reason != Reason.OK:
                 self.refusals[Reason(message.reason).name.lower()] += 1
-                log.warning("refused a message of client %s: %s", link.name,
-                            Reason(message.reason).name)
+                link.num_refused += 1
+                if link.num_refused <= TOLD or link.num_refused % TOLD_EVERY == 0:
+                    log.warning("refused message %d of client %s: %s", link.num_refused, link.name,
+                                Reason(message.reason).name)
             if status.code:
                 self.errors[f"{status.syndrome:#04x}"] += 1
                 log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,

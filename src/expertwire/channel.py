@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+import urllib.parse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,27 +33,28 @@ CLOSED = "the peer closed the connection"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Splits HOST:PORT or [IPV6]:PORT. Raises ConfigError that says what is wrong."""
-    host, colon, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or (":" in host and not bracketed):
+    """Splits HOST:PORT or [IPV6]:PORT, also [IPV6%ZONE]:PORT. Raises ConfigError that says what
+    is wrong."""
+    try:
+        parts = urllib.parse.urlsplit("//" + text)
+        host, port = parts.hostname, parts.port
+    except ValueError as err:
+        raise ConfigError(f"{text!r} is not HOST:PORT (IPv6 as [ADDRESS]:PORT): {err}") from None
+    brackets = text.count("[") + text.count("]")
+    if not host or port is None or parts.netloc != text or brackets > 2 or "@" in text:
         raise ConfigError(f"{text!r} is not HOST:PORT (IPv6 as [ADDRESS]:PORT)")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
-        raise ConfigError(f"{text!r}: the port must be a number from 0 to 65535")
-    if bracketed:
-        host = host[1:-1]
+    if parts.netloc.startswith("["):
         try:
-            ipaddress.IPv6Address(host)
+            return str(ipaddress.IPv6Address(host)), port
         except ValueError:
             raise ConfigError(f"{text!r}: what is in brackets must be an IPv6 address") from None
-        return host, int(port)
     try:
         host.encode("idna")
     except UnicodeError:
         raise ConfigError(f"{text!r}: {host!r} is not a host name") from None
     if not all(c.isalnum() or c in "-._" for c in host):
         raise ConfigError(f"{text!r}: {host!r} is not a host name")
-    return host, int(port)
+    return host, port
 
 
 def format_address(host: str, port: int) -> str:

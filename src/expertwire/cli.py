@@ -29,6 +29,9 @@ Fp8Option = Annotated[
 DirectOption = Annotated[
     bool, typer.Option("--direct", help="store into the servers' memory without the work queue")
 ]
+HcaOption = Annotated[
+    str, typer.Option(metavar="soft|ucx", help="soft: one host; ucx: several, docs/ucx.md")
+]
 MetricsOption = Annotated[
     str | None, typer.Option("--metrics-port", metavar="[HOST:]PORT",
                              help="Prometheus endpoint; needs 'expertwire[metrics]'")
@@ -87,6 +90,7 @@ def demo(
     = "expertwire-demo.svg",
     fp8: Fp8Option = False,
     direct: DirectOption = False,
+    hca: HcaOption = "soft",
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with the experts in other processes, and compare with the whole model."""
@@ -95,7 +99,7 @@ def demo(
 
     result = run_demo(prompt=prompt, num_servers=servers, model_path=model, seed=seed,
                       max_new_tokens=tokens, picture=picture,
-                      client_config=ClientConfig(fp8=fp8, do_ibgda=not direct))
+                      client_config=ClientConfig(fp8=fp8, do_ibgda=not direct, hca=hca))
     if as_json:
         print_json(result)
     if not result["equal_tokens"] and not fp8:  # rounded messages may choose other words
@@ -145,6 +149,9 @@ def serve(
     device: Annotated[str, typer.Option(help="cpu, or cuda[:N] for clients with a GPU, on this "
                                         "host: --device there, or cuda.remote")] = "cpu",
     metrics_port: MetricsOption = None,
+    hca: HcaOption = "soft",
+    data_listen: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="with --hca ucx: "
+                           "address for clients; default: the one towards the registry")] = None,
 ) -> None:
     """Serve some experts of a model."""
     from .config import ServerConfig
@@ -154,7 +161,8 @@ def serve(
     parse_address(registry)
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
-        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, room=room),
+        config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, room=room,
+                            hca=hca, listen=data_listen),
         device=device,
     )
     server.start()
@@ -181,6 +189,7 @@ def generate(
     fp8: Fp8Option = False,
     direct: DirectOption = False,
     device: DeviceOption = "cpu",
+    hca: HcaOption = "soft",
     as_json: JsonOption = False,
 ) -> None:
     """Generate text with remote experts."""
@@ -192,7 +201,9 @@ def generate(
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
         as_json=as_json, token=load_token(), dtype=dtype, device=device,
-        config=ClientConfig(connect_timeout=timeout, fp8=fp8, do_ibgda=not direct),
+        config=ClientConfig(
+            connect_timeout=timeout, fp8=fp8, do_ibgda=not direct, hca=hca
+        ),
     )
     if as_json:
         print_json(result)
@@ -210,6 +221,7 @@ def openai(
     fp8: Fp8Option = False,
     direct: DirectOption = False,
     device: DeviceOption = "cpu",
+    hca: HcaOption = "soft",
 ) -> None:
     """Run transformers' OpenAI-compatible server with remote experts."""
     from .config import ClientConfig
@@ -220,7 +232,7 @@ def openai(
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
                continuous_batching=continuous_batching, device=device,
                client_config=ClientConfig(
-                   connect_timeout=timeout, fp8=fp8, do_ibgda=not direct
+                   connect_timeout=timeout, fp8=fp8, do_ibgda=not direct, hca=hca
                ))
 
 

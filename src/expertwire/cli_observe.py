@@ -58,7 +58,8 @@ def wqe() -> None:
 
 @wqe_app.command("decode")
 def wqe_decode(
-    file: Annotated[str, typer.Argument(help="a dumped ring, or the bytes of entries")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="dumped rings, or the bytes "
+                                               "of entries")],
     index: Annotated[int | None, typer.Option(min=0, help="of the first entry, for bytes without "
                                               "a head; default: what it says")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="only so many of each ring")] = None,
@@ -67,7 +68,7 @@ def wqe_decode(
     """Show the entries of a ring, and what an adapter would refuse. Ends with 1 if there is any."""
     from .hca.ring import entries, read_rings, ring_lines
 
-    rings = [(ring, entries(ring)) for ring in read_rings(file, index=index)]
+    rings = [(ring, entries(ring)) for file in files for ring in read_rings(file, index=index)]
     num_refused = sum(bool(e.verdict.refused) for _, found in rings for e in found)
     num_entries = sum(len(found) for _, found in rings)
     rings = [(ring, found[-(last or 0):]) for ring, found in rings]

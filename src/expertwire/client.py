@@ -79,7 +79,7 @@ class Client:
         self.closed = False
         address = registry if isinstance(registry, str) else registry.address
         token = load_token() if token is None else token
-        self.hca = open_hca("soft")
+        self.hca = open_hca(self.config.hca)
         self.engines = hca_array(self.hca.pointer)
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]

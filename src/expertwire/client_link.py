@@ -15,7 +15,7 @@ from .device_structs import SIGNAL_WRITE_IMM, ServerSlot
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError
 from .handles import ConnectionHandle, MemoryHandle
 from .hca.interface import Hca
-from .link import DATA_PROTOCOL, check_signal_mode, parse_hex
+from .link import DATA_PROTOCOL, check_signal_mode, parse_hex, parse_wire, wire_field
 from .message import ReplyMode, SlotShape
 from .pacing import Pace, shares
 
@@ -35,6 +35,7 @@ class ClientLink:
         self.previous_reply_seq = [0] * shape.num_slots
         self.wanted_bytes = Pace.of(shape).window_bytes
         self.credit = 0  # what it was told last
+        self.num_refused = 0
         self.closed = False
 
     def grant(self, credit: int) -> None:
@@ -111,14 +112,17 @@ def admit(
         if memory.num_bytes < shape.num_slots * shape.reply_slot_bytes:
             raise HandleError("the client offers less reply memory than its slots need")
         taken, fds = fds, []
-        endpoint.connect(ConnectionHandle.unpack(parse_hex(request, "connection")), memory, taken)
+        endpoint.connect(
+            ConnectionHandle.unpack(parse_hex(request, "connection")), memory, taken,
+            parse_wire(request),
+        )
         wants = [other.wanted_bytes for other in [*others, link]]
         link.credit = shares(config.max_inflight_bytes, wants)[-1]
         channel.send(
             {
                 "type": "connected", "server_id": server_id, "credit": link.credit,
                 "connection": endpoint.connection_handle().pack().hex(),
-                "memory": endpoint.memory_handle().pack().hex(),
+                "memory": endpoint.memory_handle().pack().hex(), **wire_field(endpoint),
             },
             endpoint.fds(),
         )

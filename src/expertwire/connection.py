@@ -6,6 +6,9 @@ connection handle and a memory handle, and connects with the peer's. No world, r
     end = Endpoint(hca, send_bytes=..., recv_bytes=...)   # init; registers its memory
     end.connection_handle(), end.memory_handle(), end.fds()  # export
     end.connect(peer_connection, peer_memory, peer_fds)      # import
+
+Towards another host no descriptors travel, and a wire handle does instead (`wire_handle`).
+
     end.peer_addr, end.remote                                # device state, where to write
     end.close()                                              # deregister, give everything back
 
@@ -31,7 +34,7 @@ from .device_structs import (
     IbgdaQp,
 )
 from .errors import ConfigError, HandleError, HcaError
-from .handles import ConnectionHandle, MemoryHandle
+from .handles import ConnectionHandle, MemoryHandle, WireHandle
 from .hca.interface import Hca, Peer
 from .hca.ring import dump_path, write_ring
 from .memory import (
@@ -138,24 +141,28 @@ class Endpoint:
 
     def fds(self) -> list[int]:
         """File descriptors that go with the handles: window, wake-up, receive memory."""
+        if self.hca.network:
+            return []
         return [self._window.fd, self.hca.wake_fd, self.recv.fd]
 
+    def wire_handle(self) -> WireHandle | None:
+        """How a peer on another host reaches this end; None on an HCA of one host."""
+        return self._window.wire if self.hca.network else None
+
     def connect(
-        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int]
+        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int],
+        wire: WireHandle | None = None,
     ) -> None:
         """Imports the peer's handles. The descriptors are taken over and closed here.
 
         Raises HandleError if they do not fit together or the memory is not as large as it says.
         """
         try:
-            if len(fds) != 3:
-                raise HandleError(f"a connection comes with 3 file descriptors, not {len(fds)}")
             if len(connection.qpns) != len(self._qps):
                 raise HandleError(
                     f"the peer has {len(connection.qpns)} queue pairs, this side {len(self._qps)}"
                 )
-            self._check_size(fds[2], memory)
-            self.peer = self.hca.import_peer(fds[0], fds[1], [fds[2]])
+            self.peer = self._reach(memory, fds, wire)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -165,8 +172,19 @@ class Endpoint:
         key = self._remote_keys[0]
         key.begin, key.end = memory.addr, memory.addr + memory.num_bytes
         key.key_be = socket.htonl(memory.rkey)
-        key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
+        if not self.hca.network:
+            key.mapped = self.peer.map(memory.rkey, memory.addr, memory.num_bytes)
         self._peer_state.num_remote_keys = 1
+
+    def _reach(self, memory: MemoryHandle, fds: Sequence[int], wire: WireHandle | None) -> Peer:
+        if self.hca.network:
+            if wire is None or fds:
+                raise HandleError("the peer is of one host only, this side is behind a network")
+            return self.hca.connect_peer(self._window, wire)
+        if wire is not None or len(fds) != 3:
+            raise HandleError(f"a connection comes with 3 file descriptors, not {len(fds)}")
+        self._check_size(fds[2], memory)
+        return self.hca.import_peer(fds[0], fds[1], [fds[2]])
 
     @staticmethod
     def _check_size(fd: int, memory: MemoryHandle) -> None:

@@ -124,11 +124,12 @@ def _authenticated(
 
 def connect_tcp(
     address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS,
-    stopped: threading.Event | None = None,
+    stopped: threading.Event | None = None, server: bool = False,
 ) -> Channel:
     """An authenticated channel to a registry at HOST:PORT, within `timeout` seconds in all.
 
-    Over TLS if EXPERTWIRE_TLS_CA is set (tls.py).
+    server: it is a server's data connection instead. To a registry it is over TLS if
+    EXPERTWIRE_TLS_CA is set (tls.py).
 
     Raises ConfigError for a malformed address, WaitTimeout when nobody answers in time or the
     port is closed (also within 0.1 s of `stopped` being set), AuthError, ProtocolError.
@@ -136,7 +137,7 @@ def connect_tcp(
     host, port = parse_address(address)
     if port == 0:
         raise ConfigError(f"{address!r}: nobody can listen on port 0; name the registry's port")
-    tls = client_context()
+    tls = None if server else client_context()
     deadline = time.monotonic() + timeout
     reason = "no address"
     try:
@@ -152,10 +153,9 @@ def connect_tcp(
             secure = connect_tls(sock, tls, host, deadline, address, stopped) if tls else sock
             return _authenticated(secure, token, deadline, address, stopped)
         sock.close()
-    raise WaitTimeout(
-        f"nothing answers at {address}: {reason}; is the registry running there "
-        f"(expertwire registry --listen {address})?", "connect", address,
-    )
+    hint = ("is the server still there, and may its host be reached" if server else
+            f"is the registry running there (expertwire registry --listen {address})")
+    raise WaitTimeout(f"nothing answers at {address}: {reason}; {hint}?", "connect", address)
 
 
 def _connect(
@@ -235,18 +235,16 @@ def peer_uid(sock: socket.socket) -> int:
 # -------------------------------------------------------------------- listening
 
 
-class UnixListener:
-    """Accepts authenticated data connections of this user; one handshake stalls no other.
+class Listener:
+    """Accepts authenticated data connections at a bound socket; one handshake stalls no other."""
 
-    address: printable name in the abstract namespace, random, for connect_unix.
-    """
-
-    def __init__(self, token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS):
-        self.address = f"expertwire-{secrets.token_hex(16)}"
+    def __init__(
+        self, sock: socket.socket, address: str, token: bytes, handshake_seconds: float
+    ):
+        self.address = address
         self._token = token
         self._handshake_seconds = handshake_seconds
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind("\0" + self.address)
+        self._socket = sock
         self._socket.listen(128)
         self._ready: queue.Queue[Channel | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -274,8 +272,16 @@ class UnixListener:
                 if not self._closed:
                     time.sleep(0.05)  # out of descriptors, say: others will be given back
                 continue
-            if peer_uid(sock) != os.getuid() or not self._begin_handshake(sock):
+            try:
+                accepted = self._may_speak(sock) and self._begin_handshake(sock)
+            except OSError:  # reset meanwhile
+                accepted = False
+            if not accepted:
                 sock.close()
+
+    def _may_speak(self, sock: socket.socket) -> bool:
+        """Whether a connection may try to authenticate at all."""
+        raise NotImplementedError
 
     def _begin_handshake(self, sock: socket.socket) -> bool:
         with self._lock:
@@ -331,6 +337,22 @@ class UnixListener:
         self._ready.put(None)
 
 
+class UnixListener(Listener):
+    """For processes of this user on this host.
+
+    address: printable name in the abstract namespace, random, for connect_unix.
+    """
+
+    def __init__(self, token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS):
+        address = f"expertwire-{secrets.token_hex(16)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind("\0" + address)
+        super().__init__(sock, address, token, handshake_seconds)
+
+    def _may_speak(self, sock: socket.socket) -> bool:
+        return peer_uid(sock) == os.getuid()
+
+
 def listen_unix(token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS) -> UnixListener:
     """A listener at a fresh, unguessable abstract address."""
     return UnixListener(token, handshake_seconds)
@@ -338,7 +360,8 @@ def listen_unix(token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS) -> U
 
 __all__ = [
     "CONTROL_PROTOCOL", "HANDSHAKE_FRAME_BYTES", "HANDSHAKE_SECONDS", "MAX_FDS", "MAX_FRAME_BYTES",
-    "MAX_HANDSHAKES", "NONCE_BYTES", "Channel", "UnixListener", "check_hello", "check_proof",
+    "MAX_HANDSHAKES", "NONCE_BYTES", "Channel", "Listener", "UnixListener", "check_hello",
+    "check_proof",
     "connect_tcp", "connect_unix", "decode_body", "encode_frame", "format_address", "frame_length",
     "handshake_accept", "handshake_connect", "hello", "listen_unix", "load_token", "parse_address",
     "peer_uid", "proof", "receive_frame", "refusal", "set_tcp_options", "token_path",

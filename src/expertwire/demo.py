@@ -55,6 +55,7 @@ def run_demo(
     token = secrets.token_hex(32)
     say(out, f"model {info.name}: {info.num_layers} MoE layers of {info.num_experts} experts, "
              f"top-{info.top_k}, hidden size {info.hidden_size}")
+    config = client_config or ClientConfig()
     with ChildGroup() as children:
         env = {"EXPERTWIRE_TOKEN": token, "OMP_NUM_THREADS": "1"}
         registry = children.start("registry", ["registry", "--listen", "127.0.0.1:0"], env)
@@ -63,14 +64,15 @@ def run_demo(
             children.start(
                 f"server-{i}",
                 ["serve", path, "--experts", share, "--registry", address, "--name",
-                 f"server-{i}", "--dtype", "float32", "--threads", "1"], env,
+                 f"server-{i}", "--dtype", "float32", "--threads", "1", "--hca", config.hca],
+                env,
             )
         say(out, f"registry at {address}; {num_servers} expert servers start as processes "
                  f"{[c.process.pid for c in children.children[1:]]}")
         try:
             remote, trace, times, stats, tokenizer, remote_logits = attention_side(
                 path, address, token.encode(), prompt, seed, max_new_tokens, out, children,
-                client_config or ClientConfig(),
+                config,
             )
         except NoServerError:
             children.check()  # why a server is not there says more than that it is not

@@ -26,12 +26,14 @@ class Fleet(ChildGroup):
     lease: seconds of silence after which the registry removes a server.
     """
 
-    def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0):
+    def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0,
+                 hca: str = "soft"):
         # OpenMP threads that spin on cores which other processes need slow everything down.
         super().__init__(Zygote(model, {"OMP_NUM_THREADS": "1"}))
         self.model = model
         self.dtype = dtype
         self.lease = lease
+        self.hca = hca
         self.token = secrets.token_hex(16).encode()
         self.address = "127.0.0.1:0"  # of the registry
         self.way_in = ""  # another address that leads to it; "": servers take the registry's own
@@ -60,8 +62,8 @@ class Fleet(ChildGroup):
             self._forget(running)
         self.servers[name] = server = self.start(
             name, ["serve", self.model, "--experts", experts, "--registry",
-                   self.way_in or self.address,
-                   "--name", name, "--dtype", self.dtype, "--threads", "1"], self._env,
+                   self.way_in or self.address, "--name", name, "--dtype", self.dtype,
+                   "--threads", "1", "--hca", self.hca], self._env,
         )
         if wait:
             server.wait_line("registry", START_SECONDS)

@@ -15,6 +15,7 @@ from .errors import HandleError
 
 HANDLE_VERSION = 1
 MAX_QPNS = 0xFFFF // 4  # the length of a body is 16 bits
+MAX_WIRE_ADDRESS = 16384  # UCX's grow with the number of network devices; 100 bytes is usual
 _PREFIX = struct.Struct("<4sHH")
 
 
@@ -102,3 +103,28 @@ class MemoryHandle:
         if handle.num_bytes == 0 or handle.addr + handle.num_bytes > 1 << 64:
             raise HandleError("memory handle with an impossible address range")
         return handle
+
+
+@dataclass(frozen=True)
+class WireHandle:
+    """How a peer on another host is reached: the number of its window, and its UCX address."""
+
+    window_id: int
+    address: bytes
+    MAGIC = b"EWNH"
+
+    def pack(self) -> bytes:
+        """Raises HandleError for what no peer would take."""
+        if not 0 < len(self.address) <= MAX_WIRE_ADDRESS:
+            raise HandleError(f"a UCX address of {len(self.address)} bytes cannot be packed")
+        return _seal(self.MAGIC, _fields("<Q", self.window_id) + self.address)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> WireHandle:
+        body = _open(cls.MAGIC, raw, "wire")
+        if not 8 < len(body) <= 8 + MAX_WIRE_ADDRESS:
+            raise HandleError(f"wire handle with a body of {len(body)} bytes")
+        (window_id,) = struct.unpack_from("<Q", body)
+        if window_id == 0:
+            raise HandleError("wire handle without a window")
+        return cls(window_id, body[8:])

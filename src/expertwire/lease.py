@@ -58,8 +58,8 @@ class Lease(RegistryThread):
             if time.monotonic() > deadline:
                 reason = f" ({self.failure})" if self.failure else ""
                 raise WaitTimeout(
-                    f"not registered at {self._address} within {timeout} s{reason}", "register",
-                    self._address,
+                    f"not registered at {self.address} within {timeout} s{reason}", "register",
+                    self.address,
                 )
         assert self.server_id is not None
         return self.server_id
@@ -102,7 +102,7 @@ class Lease(RegistryThread):
                 unanswered_since = unanswered_since or now
             if unanswered_since and now - unanswered_since > longest_silence:
                 raise WaitTimeout(f"the registry did not answer for {longest_silence:.0f} s",
-                                  "heartbeat", self._address)
+                                  "heartbeat", self.address)
             try:
                 answer, _ = channel.recv(max(0.001, next_beat - time.monotonic()))
             except WaitTimeout:
@@ -152,7 +152,7 @@ class Lease(RegistryThread):
                     channel.send(message | ({"failed": failed} if failed else {}), timeout=timeout)
                     self._listed.wait_for(lambda: self._num_listed != before, timeout)
             if self._num_listed == before or self._channel is not channel:
-                raise WaitTimeout("the registry is away", "hold", self._address)
+                raise WaitTimeout("the registry is away", "hold", self.address)
             return list(self.facts["experts"])
 
     def settled(self, timeout: float) -> bool:

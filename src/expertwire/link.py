@@ -10,10 +10,11 @@ from typing import Any
 
 from .config import SIGNAL_MODES, ClientConfig
 from .connection import Endpoint
-from .control import Channel, connect_unix
+from .control import Channel
+from .data_address import connect_data
 from .device_structs import SIGNAL_WRITE, SIGNAL_WRITE_IMM
 from .errors import ConfigError, ExpertwireError, HandleError, ProtocolError, WaitTimeout
-from .handles import ConnectionHandle, MemoryHandle
+from .handles import ConnectionHandle, MemoryHandle, WireHandle
 from .hca.interface import Hca
 from .message import SlotShape
 from .pacing import UNLIMITED
@@ -64,9 +65,11 @@ class ServerLink:
 def open_link(
     hca: Hca, server: Any, *, token: bytes, client_id: int, client_name: str, shape: SlotShape,
     fingerprint: str, config: ClientConfig, patience: Patience,
-    stopped: threading.Event | None = None,
+    stopped: threading.Event | None = None, registry: str = "",
 ) -> ServerLink:
     """Connects to one server (a membership.ServerInfo). `stopped` ends it early: WaitTimeout.
+
+    registry: its address (data_address.connect_data).
 
     Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
     the server refuses (another model, sizes beyond its limits).
@@ -74,7 +77,7 @@ def open_link(
     check_signal_mode(hca, SIGNAL_MODES[config.signal_mode], config.do_ibgda)
     # One stalled server must not be waited for at length: others may hold the same experts.
     timeout = min(config.connect_timeout / 2, 2.0)
-    channel = connect_unix(server.address, token, timeout, stopped)
+    channel = connect_data(hca, server.address, token, timeout, stopped, registry)
     channel.stopped = stopped
     endpoint = None
     fds: list[int] = []
@@ -92,7 +95,7 @@ def open_link(
             "shape": dataclasses.asdict(shape), "num_qps": config.num_qps,
             "signal_mode": SIGNAL_MODES[config.signal_mode], "do_ibgda": config.do_ibgda,
             "connection": endpoint.connection_handle().pack().hex(),
-            "memory": endpoint.memory_handle().pack().hex(),
+            "memory": endpoint.memory_handle().pack().hex(), **wire_field(endpoint),
         }
         channel.send(request, endpoint.fds())
         reply, fds = channel.recv(timeout)
@@ -105,7 +108,7 @@ def open_link(
         if memory.num_bytes < shape.num_slots * shape.request_slot_bytes:
             raise HandleError(f"server {server.server_id} offers less memory than was agreed")
         connection, taken, fds = ConnectionHandle.unpack(parse_hex(reply, "connection")), fds, []
-        endpoint.connect(connection, memory, taken)
+        endpoint.connect(connection, memory, taken, parse_wire(reply))
     except (ExpertwireError, OSError, KeyError, TypeError, ValueError):
         channel.close()
         for fd in fds:
@@ -120,12 +123,26 @@ def open_link(
 
 
 def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:
-    """Raises ConfigError if a flag could be seen before the writes that it announces."""
+    """Raises ConfigError if a flag could be seen before the writes that it announces, or if there
+    is no memory of the peer to store into."""
+    if hca.network and not do_ibgda:
+        raise ConfigError("stores into the peer's memory need one host: over UCX leave do_ibgda on")
     if do_ibgda and signal_mode == SIGNAL_WRITE and hca.relaxed_ordering:
         raise ConfigError(
             'signal_mode "write" needs a path that keeps writes in order, and this one may not: '
             'use "add" or "write_imm"'
         )
+
+
+def wire_field(endpoint: Endpoint) -> dict[str, str]:
+    """The wire handle as a field of a handshake message, if there is one."""
+    wire = endpoint.wire_handle()
+    return {} if wire is None else {"wire": wire.pack().hex()}
+
+
+def parse_wire(message: dict) -> WireHandle | None:
+    """The peer's wire handle; None if it sent none. Raises HandleError."""
+    return WireHandle.unpack(parse_hex(message, "wire")) if "wire" in message else None
 
 
 def parse_hex(message: dict, name: str) -> bytes:

@@ -316,6 +316,7 @@ class Links:
                 self.hca, server, token=self._token, client_id=self._client_id,
                 client_name=self._name, shape=self.shape, config=self._config,
                 fingerprint=server.model["fingerprint"], patience=patience, stopped=self._stop,
+                registry=self.membership.address,
             )
         except (ExpertwireError, OSError, KeyError, TypeError, ValueError) as err:
             self._opened.append((server, err))

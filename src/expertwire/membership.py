@@ -95,8 +95,8 @@ class Membership(RegistryThread):
                 if left <= 0:
                     reason = f" ({self.failure})" if self.failure else ""
                     raise WaitTimeout(
-                        f"the registry at {self._address} did not show the members that were "
-                        f"waited for within {timeout} s{reason}", "membership", self._address,
+                        f"the registry at {self.address} did not show the members that were "
+                        f"waited for within {timeout} s{reason}", "membership", self.address,
                     )
                 self._changed.wait(min(left, 0.1))
             return self._members

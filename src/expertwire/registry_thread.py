@@ -19,7 +19,7 @@ class RegistryThread:
 
     def __init__(self, address: str, token: bytes, name: str):
         parse_address(address)
-        self._address = address
+        self.address = address
         self._token = token
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class RegistryThread:
                 self._was_welcome |= self._welcome
                 self._note(err)
             except Exception as err:  # our own bug must not end membership for good
-                log.exception("registry %s", self._address)
+                log.exception("registry %s", self.address)
                 self._note(ProtocolError(f"{type(err).__name__}: {err}"))
             # A registry that accepts and then refuses at once is not hammered either.
             pause = FIRST_PAUSE if self._welcome else min(pause * 2, LONGEST_PAUSE)
@@ -48,7 +48,7 @@ class RegistryThread:
             self._stop.wait(pause * random.uniform(0.5, 1.0))
 
     def _attempt(self) -> None:
-        channel = connect_tcp(self._address, self._token, ANSWER_SECONDS, self._stop)
+        channel = connect_tcp(self.address, self._token, ANSWER_SECONDS, self._stop)
         try:
             with self._lock:
                 if self._stop.is_set():
@@ -69,7 +69,7 @@ class RegistryThread:
             # Who starts with the wrong token is told by whoever waits for the registry, and ends.
             first = isinstance(err, AuthError) and not self._was_welcome
             log.log(logging.INFO if first else logging.WARNING, "registry %s: %s; trying again",
-                    self._address, err)
+                    self.address, err)
 
     def _talk(self, channel: Channel) -> None:
         raise TypeError("subclasses say what to talk about")

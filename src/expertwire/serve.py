@@ -60,6 +60,8 @@ def make_server(
     device: "cpu", "cuda" or "cuda:N". Raises ConfigError for one that is not there.
     """
     gpu = parse_device(device)
+    if gpu is not None and config.hca != "soft":
+        raise ConfigError("--device cuda serves clients of this host: leave --hca at soft")
     info = inspect_model(model)
     if experts == "auto":
         ids = Lease.plan(registry, token, info.as_dict(), num_servers=num_auto_servers)

@@ -24,7 +24,8 @@ from . import trace
 from .batch import Batcher, Experts
 from .client_link import ClientLink, admit, refuse, share_credit
 from .config import ServerConfig
-from .control import Channel, listen_unix, load_token
+from .control import Channel, load_token
+from .data_address import listen_data
 from .errors import CheckpointError, ConfigError, ExpertwireError, WaitTimeout
 from .hca import open_hca
 from .lease import Lease
@@ -126,13 +127,19 @@ class Server:
         if self.config.num_threads:
             torch.set_num_threads(self.config.num_threads)
         self.batcher = Batcher(self.shard, self.model, self.config)
-        self._listener = listen_unix(self._token)
+        self._listener = listen_data(
+            self.config.hca, self.config.listen, self.registry_address, self._token
+        )
         self._watched = selectors.DefaultSelector()
         self._watch_wake = socket.socketpair()
         for end in self._watch_wake:
             end.setblocking(False)
         self._watched.register(self._watch_wake[0], selectors.EVENT_READ, None)
-        self.hca = open_hca("soft")
+        try:
+            self.hca = open_hca(self.config.hca)
+        except ExpertwireError:
+            self._listener.close()
+            raise
         self._started = True
         trace.join(self.name)
         self.lease = Lease(
@@ -273,19 +280,21 @@ class Server:
                 continue
             except OSError:
                 return  # the listener was closed
-            if len(self._clients) >= self.config.max_connections:
-                refuse(channel, f"the server has {len(self._clients)} clients, its limit")
+            with self._admitting_changed:
+                num_clients = len(self._clients) + len(self._admitting)
+                if self._stop.is_set():
+                    channel.close()
+                    return
+                if num_clients < self.config.max_connections:
+                    self._admitting.add(channel)
+            if num_clients >= self.config.max_connections:
+                refuse(channel, f"the server has {num_clients} clients, its limit")
                 channel.close()
                 continue
             # A client that stalls here holds up nobody: a thread of its own, bounded in time.
             threading.Thread(target=self._admit, args=(channel,), daemon=True).start()
 
     def _admit(self, channel: Channel) -> None:
-        with self._admitting_changed:
-            if self._stop.is_set():
-                channel.close()
-                return
-            self._admitting.add(channel)
         try:
             link = admit(
                 self.hca, channel, model=self.model, server_id=self.server_id, config=self.config,

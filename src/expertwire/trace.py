@@ -19,7 +19,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Generator
+import weakref
+from collections.abc import Callable, Generator
 from ctypes import c_char_p, c_int, c_uint64
 from pathlib import Path
 
@@ -44,6 +45,7 @@ LOCK_NAME = "lock"
 _lock = threading.RLock()
 _part: _Part | None = None
 active = False  # read on the hot path
+_collectors: list[weakref.WeakMethod] = []
 
 
 class _Part:
@@ -135,10 +137,18 @@ def start(path: str | Path, *, name: str = "", num_records: int | None = None) -
             _part.add_name(name)
 
 
+def before_stop(collect: Callable[[], object]) -> None:
+    """Calls `collect` (a bound method of what may be gone by then) before the recording ends."""
+    _collectors.append(weakref.WeakMethod(collect))
+
+
 def stop() -> Path | None:
     """Ends the recording; the last process of a trace merges it. The trace's path, if it did."""
     global _part, active
     with _lock:
+        while _part is not None and _collectors:
+            if (collect := _collectors.pop()()) is not None:
+                collect()
         part, _part, active = _part, None, False
         if part is None:
             return None

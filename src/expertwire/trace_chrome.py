@@ -19,6 +19,7 @@ from .hca.wqe import Wqe, syndrome_name
 from .trace_align import part_offsets
 from .trace_file import (
     KIND_ARRIVED,
+    KIND_DEVICE,
     KIND_EXECUTED,
     KIND_MESSAGE,
     KIND_POSTED,
@@ -117,7 +118,7 @@ class PartEvents:
             KIND_STAGE: self.on_stage, KIND_SPAN: self.on_span, KIND_MESSAGE: self.on_message,
             KIND_REPLIED: self.on_replied, KIND_POSTED: self.on_posted,
             KIND_EXECUTED: self.on_executed, KIND_ARRIVED: self.on_arrived,
-            KIND_TAKEN: self.on_taken,
+            KIND_TAKEN: self.on_taken, KIND_DEVICE: self.on_device,
         }
         records = self.part.records
         # What the engine executes while a put is under way is written before the put is.
@@ -150,6 +151,12 @@ class PartEvents:
     def on_span(self, record: Any) -> None:
         name = bytes(record["wqe"]).rstrip(b"\0").decode(errors="replace")
         self.slice(record, name, "span", int(record["thread"]), {})
+
+    def on_device(self, record: Any) -> None:
+        name, _, track = bytes(record["wqe"]).rstrip(b"\0").decode(errors="replace").partition("\0")
+        tid = self.queues.setdefault((int(record["hca"]), -1), QUEUE_TRACKS + len(self.queues))
+        self.tracks[tid] = track
+        self.slice(record, name, "device", tid, {})
 
     def on_stage(self, record: Any) -> None:
         name, tid = STAGES[min(int(record["stage"]), len(STAGES) - 1)], int(record["thread"])

@@ -24,7 +24,7 @@ WQE_BYTES = 64
 STAGES = ("other", "route", "pack", "put", "wait", "combine", "poll", "gather", "experts", "reply",
           "moe")
 (KIND_STAGE, KIND_MESSAGE, KIND_POSTED, KIND_EXECUTED, KIND_ARRIVED, KIND_TAKEN, KIND_REPLIED,
- KIND_SPAN) = range(1, 9)
+ KIND_SPAN, KIND_DEVICE) = range(1, 10)
 
 
 class Record(ctypes.Structure):

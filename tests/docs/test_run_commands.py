@@ -1,7 +1,7 @@
 """Runs every shell line of the README and the docs, as a reader would, document by document.
 
-Takes minutes: only with `--docs-commands`, a step of its own in `.ci/run`. Left out are what installs
-and tests this package (other steps do), and what says that it needs something else.
+Takes minutes: only with `--docs-commands`, a step of its own in `.ci/run`. Left out are what
+installs and tests this package (other steps do), and what says that it needs something else.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from tests.shell_lines import LINES
 
 from expertwire.demo import demo_model_path
+from tests.shell_lines import LINES
 
-STAYS = {  # commands that run until they are ended -> what they say when they are ready
-    "registry": "listening on", "serve": "registered|serving|experts", "openai": "running|Uvicorn",
-}
+STAYS = ("registry", "serve", "openai")  # run until they are ended
 SECONDS = 240.0
 OTHERS = ("pip", "pytest", ".ci/run", "pre-commit", "mkdocs")  # steps of .ci/run
 
@@ -36,6 +36,16 @@ def free(port: int) -> bool:
         return True
 
 
+def programs(folder: Path) -> Path:
+    """`expertwire` and `python` are those of this test, installed or not."""
+    place = folder / "bin"
+    place.mkdir()
+    for name, arguments in (("expertwire", "-m expertwire "), ("python", "")):
+        (place / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
+        (place / name).chmod(0o755)
+    return place
+
+
 def wait_port(port: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + SECONDS
     while free(port):
@@ -47,8 +57,8 @@ def wait_port(port: int, process: subprocess.Popen) -> None:
 def wait_servers(count: int, env: dict[str, str]) -> None:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
-        shown = subprocess.run(["expertwire", "status", "--json"], env=env, capture_output=True,
-                               text=True, timeout=60)
+        shown = subprocess.run([sys.executable, "-m", "expertwire", "status", "--json"], env=env,
+                               capture_output=True, text=True, timeout=60)
         if shown.stdout.count('"server_id"') >= count:
             return
         time.sleep(0.2)
@@ -62,6 +72,7 @@ def test_every_line_runs(document, tmp_path, request):
     for port in (7700, 8000):
         assert free(port), f"port {port} is in use: end what listens there, then try again"
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{programs(tmp_path)}:{env['PATH']}"
     for name in ("EXPERTWIRE_TOKEN", "EXPERTWIRE_TOKEN_FILE"):
         env.pop(name, None)
     running: list[subprocess.Popen] = []

@@ -16,6 +16,12 @@ def check_expertwire(words: list[str]) -> None:
     """The words name a command; its options, and as many arguments as it takes, are right."""
     command = get_command(app)
     while words and hasattr(command, "commands"):
+        if words[0].startswith("--"):  # an option before the command, with its value
+            assert words[0] in {name for p in command.params for name in p.opts}, words[0]
+            words = words[2:]
+            continue
+        if words == ["..."]:
+            return
         assert words[0] in command.commands, f"no command {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
     if words == ["--help"]:

@@ -93,6 +93,12 @@ def test_a_client_that_goes_on_is_dumped_with_the_names_of_its_servers(tmp_path)
     assert sorted(ring["name"] for ring in facts["rings"]) == ["s0", "s0", "s1", "s1"]
 
 
+def test_several_files_are_several_rings(dumped):
+    files = sorted(dumped[0].iterdir())
+    code, facts = decode_json(*files)
+    assert code == 0 and len(facts["rings"]) == 2 and facts["entries"] == 16 + 27
+
+
 def test_lines_name_what_is_in_an_entry(dumped):
     folder, _ = dumped
     code, text = decode(next(iter(folder.iterdir())), "--last", 2)

@@ -31,6 +31,7 @@ from ..inputs import InputCheck
 from ..message import DATA_TYPES, REASON_TEXT, Reason, SlotShape, dtype_of
 from ..routing import expert_table
 from ..target import GpuTarget
+from ..trace_device import stamps_for
 from .flight import MAX_FAILOVERS, GpuFlight
 from .pinned import PinnedBuffer
 
@@ -124,6 +125,7 @@ class GpuClient:
         # Through work queues a batch is not sent again.
         self.num_failovers = (0 if after_send or self.do_ibgda
                               else min(self.max_replicas - 1, MAX_FAILOVERS))
+        self.stamps = stamps_for(target, f"{device} client {client_id:x}")
         self._flights = [GpuFlight(self, i) for i in range(shape.num_slots)]
         self._next = 0
         self._after_send = after_send

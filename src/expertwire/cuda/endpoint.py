@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..connection import Endpoint
 from ..device_structs import IbgdaPeer
-from ..handles import ConnectionHandle, MemoryHandle
+from ..handles import ConnectionHandle, MemoryHandle, WireHandle
 from ..target import Block
 from .hca import GpuHca
 
@@ -18,10 +18,11 @@ class GpuEndpoint(Endpoint):
     hca: GpuHca
 
     def connect(
-        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int]
+        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int],
+        wire: WireHandle | None = None,
     ) -> None:
         """As `Endpoint.connect`; then everything that kernels read is placed on the GPU."""
-        super().connect(connection, memory, fds)
+        super().connect(connection, memory, fds, wire)
         target = self.hca.target
         for state in self._qp_states:
             state.scope = target.scope

@@ -44,7 +44,7 @@ class GpuFlight:
     def __init__(self, client: GpuClient, slot_idx: int):
         target, shape, num_servers = client.target, client.shape, len(client.peers)
         self.free = True
-        self._target = target
+        self._target, self._stamps = target, client.stamps
         self._waits_apart = client.waits_apart
         self._row_bytes = shape.hidden_size * client.dtype.itemsize
         max_pairs = shape.max_rows * shape.experts_per_row
@@ -159,6 +159,8 @@ class GpuFlight:
                 [("client_route", self._route), ("client_pack", self._pack),
                  ("client_put_ibgda", self._put)], grid=[1, grid, 1], warps=WARPS,
             )
+            if self._stamps is not None:
+                launch = self._stamps.around("client_put_ibgda", launch)
             self._launches["client_put_ibgda", grid] = launch
         return launch
 
@@ -166,5 +168,7 @@ class GpuFlight:
         launch = self._launches.get((name, grid))
         if launch is None:
             launch = self._target.prepare([(name, args)], grid=grid, warps=WARPS)
+            if self._stamps is not None:
+                launch = self._stamps.around(name, launch)
             self._launches[name, grid] = launch
         return launch

@@ -224,6 +224,7 @@ class GpuHca:
     keeps the order of writes. For several threads.
     """
 
+    network = False
     relaxed_ordering = False
     pointer = 0  # the fiber scheduler does not drive this one
     pd = 1

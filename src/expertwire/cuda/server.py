@@ -22,6 +22,7 @@ from ..device_structs import (
 from ..errors import ConfigError, ExpertwireError
 from ..message import DATA_TYPES, ReplyMode, SlotShape
 from ..target import GpuTarget
+from ..trace_device import Call, stamps_for
 from .experts import GpuExperts
 from .passes import Passes
 
@@ -88,6 +89,9 @@ class GpuServer:
         self._launch_reply = target.prepare(
             [("server_reply_in_place", self._reply)], grid=blocks, warps=WARPS
         )
+        self._stamps = stamps_for(target, f"{experts.device} server {server_id}")
+        if self._stamps is not None:
+            self._launch_take = self._stamps.around("poll, gather", self._launch_take)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._passes: Passes | None = None
 
@@ -181,8 +185,11 @@ class GpuServer:
         self._launch_take.run()
         layer = self._found.tensor[12:16].view(torch.int32)
         offsets = self._offsets.tensor.view(torch.int32)
-        self.experts.run(layer, self._gathered, offsets, self._middle, self._output, self.tiles)
-        self._launch_reply.run()
+        experts = Call(lambda: self.experts.run(
+            layer, self._gathered, offsets, self._middle, self._output, self.tiles
+        ))
+        for stage, launch in (("experts", experts), ("reply", self._launch_reply)):
+            (launch if self._stamps is None else self._stamps.around(stage, launch)).run()
 
     def enqueue(self) -> None:
         """A pass on the current stream, as one graph launch unless the stream is captured."""

@@ -13,7 +13,7 @@ ROOTS = (
     "client_route.cuh", "client_pack.cuh", "client_put.cuh", "client_send.cuh",
     "client_combine.cuh", "client_failover.cuh",
     "server_poll.cuh", "server_gather.cuh", "server_reply.cuh", "server_echo.cuh",
-    "device_checks.cuh", "gpu_hca.cuh",
+    "device_checks.cuh", "gpu_hca.cuh", "clock_stamp.cuh",
 )
 _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$', re.MULTILINE)
 

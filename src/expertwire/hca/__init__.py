@@ -9,13 +9,12 @@ from .interface import Hca
 
 _PLANNED = {
     "mlx5": "a real ConnectX through verbs",
-    "ucx": "UCX between hosts",
 }
 
 
 def open_hca(name: str, **options: Any) -> Hca:
-    """Opens an HCA by name: "soft", or "gpu" or "gpu:N" for kernels on a GPU. Never falls back
-    from one to another. options: of `SoftHca` or `cuda.hca.GpuHca`.
+    """Opens an HCA by name: "soft" (this host), "ucx" (other hosts), or "gpu" or "gpu:N" for
+    kernels on a GPU. Never falls back from one to another. options: of the HCA's class.
 
     Raises ConfigError for a name that does not exist or that this release does not have yet.
     """
@@ -24,14 +23,20 @@ def open_hca(name: str, **options: Any) -> Hca:
         from .soft import SoftHca
 
         return cast(Hca, SoftHca(**options))
+    if name == "ucx":
+        from .ucx import UcxHca
+
+        return cast(Hca, UcxHca(**options))
     if kind == "gpu":
         from ..cuda.hca import GpuHca
 
         return cast(Hca, GpuHca(gpu_index(name), **options))
     if kind in _PLANNED:
         what = _PLANNED[kind]
-        raise ConfigError(f"hca {name!r} ({what}) is not part of this release; use 'soft' or 'gpu'")
-    raise ConfigError(f"no hca named {name!r}; use 'soft' or 'gpu'")
+        raise ConfigError(
+            f"hca {name!r} ({what}) is not part of this release; use 'soft', 'ucx' or 'gpu'"
+        )
+    raise ConfigError(f"no hca named {name!r}; use 'soft', 'ucx' or 'gpu'")
 
 
 def gpu_index(name: str) -> int | None:

@@ -7,6 +7,7 @@
 #include "client_put.cuh"
 #include "client_route.cuh"
 #include "client_send.cuh"
+#include "clock_stamp.cuh"
 #include "device_checks.cuh"
 #include "gpu_hca.cuh"
 #include "trace.hpp"
@@ -43,6 +44,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),
     EW_ENTRY(server_echo_in_place, ServerEchoArgs),
+    EW_ENTRY(clock_stamp, ClockStampArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
     EW_ENTRY(gpu_hca, GpuHcaArgs),
 };
@@ -79,6 +81,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ew_server)
   EW_SIZE(HcaKey)
   EW_SIZE(HcaQueue)
+  EW_SIZE(ClockStamp)
   if (strcmp(name, "TraceRecord") == 0) return sizeof(ew::TraceRecord);
   return 0;
 }

@@ -29,6 +29,7 @@ enum TraceKind : unsigned {
   kTraceTaken = 6,     // a request was taken into a server's batch
   kTraceReplied = 7,   // a reply that a server sent
   kTraceSpan = 8,      // a span with a name of the caller's, in `wqe`
+  kTraceDevice = 9,    // a stage of a device's stream, by its own stamps (trace_device.py)
 };
 enum TraceStage : unsigned {
   kTraceOther = 0, kTraceRoute = 1, kTracePack = 2, kTracePut = 3, kTraceWait = 4, kTraceCombine = 5, kTracePoll = 6,
