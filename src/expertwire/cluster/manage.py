@@ -14,7 +14,7 @@ from ..errors import ConfigError, ExpertwireError, WaitTimeout
 from ..question import ask
 from ..status_tables import expert_ranges
 from .arguments import REGISTRY, free_names
-from .backend import FAILED, Backend, ProcessFacts
+from .backend import FAILED, SERVING, STARTING, Backend, ProcessFacts
 from .config import ClusterConfig, load_config
 from .records import find_record, only_name, remove_record, write_record
 
@@ -137,8 +137,9 @@ def report_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _row(process: ProcessFacts, member: dict[str, Any] | None) -> dict[str, Any]:
+    state = SERVING if member and process.state == STARTING else process.state
     member = member or {}
-    return {**vars(process), "server_id": member.get("server_id"),
+    return {**vars(process), "state": state, "server_id": member.get("server_id"),
             "address": member.get("address"), "experts": member.get("experts", [])}
 
 
