@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.system.cluster import ScaledExperts, batch, expected, model_facts
 
 from expertwire import Client, Registry, Server
 from expertwire.cluster import manage
@@ -13,6 +12,7 @@ from expertwire.cluster.backend import FAILED, SERVING, STARTING, ProcessFacts
 from expertwire.cluster.config import parse_config
 from expertwire.cluster.records import find_record, write_record
 from expertwire.errors import ConfigError, ExpertwireError, WaitTimeout
+from tests.system.cluster import ScaledExperts, batch, expected, model_facts
 
 MODEL = model_facts(num_experts=6)
 

@@ -58,7 +58,7 @@ class LocalBackend:
         processes = self._state().get("processes", {})
         return [
             ProcessFacts(name, facts["state"], "localhost", facts["pid"], facts["restarts"],
-                         "\n".join(self._tail(name, 1)), str(self._log_file(name)))
+                         facts["said"], str(self._log_file(name)))
             for name, facts in sorted(processes.items(), key=lambda p: server_index(p[0]))
         ]
 

@@ -39,6 +39,7 @@ class Kept:
         self.name = name
         self.restarts = 0
         self.state = STARTING
+        self.said = ""  # its last line
         self._group, self._max_restarts = group, max_restarts
         self._ready = READY.get(name, READY[""])
         self._pause, self._due, self._ever_served = FIRST_PAUSE, 0.0, False
@@ -57,6 +58,7 @@ class Kept:
 
     def _hear(self, line: str) -> None:
         self._log.info("%s", line)
+        self.said = line if line.strip() else self.said
         if self._ready in line:
             self.state, self._ever_served = SERVING, True
 
@@ -90,7 +92,7 @@ class Kept:
     def facts(self) -> dict[str, Any]:
         hopeless = self.state == RESTARTING and not self._ever_served
         return {"state": FAILED if hopeless else self.state, "restarts": self.restarts,
-                "pid": self.child.process.pid if self.child else None}
+                "said": self.said, "pid": self.child.process.pid if self.child else None}
 
     def close(self) -> None:
         if self.child is not None:
