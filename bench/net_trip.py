@@ -97,7 +97,7 @@ class Hosts:
 
 def serve_ours(registry: str, _: str) -> None:
     from expertwire import Server
-    from expertwire.echo import EchoShard, echo_model
+    from expertwire.server.echo import EchoShard, echo_model
 
     model = echo_model(HIDDEN_SIZE, "bfloat16")
     with Server(EchoShard(), model, registry, hca="ucx") as server:

@@ -73,6 +73,6 @@ class FailoverRig:
         return ctypes.c_uint32.from_buffer_copy(self.resend.read()).value
 
     def want(self) -> torch.Tensor:
-        from expertwire.reference import moe_reference
+        from expertwire.model.reference import moe_reference
 
         return moe_reference(*self.batch, lambda _, rows: rows * 2, 6)

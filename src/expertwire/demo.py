@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from .config import ClientConfig
-from .draw import Span, draw_step
 from .errors import ConfigError, NoServerError
 from .generate import Generation, generate, load_tokenizer
+from .observe.draw import Span, draw_step
 from .processes import ChildGroup
 
 DEFAULT_PROMPT = "def read_lines(path):\n"
@@ -45,7 +45,7 @@ def run_demo(
     quiet: bool = False, client_config: ClientConfig | None = None,
 ) -> dict[str, Any]:
     """Runs the demo; prints to stdout unless quiet. Returns the facts that --json prints."""
-    from .checkpoint import inspect_model
+    from .model.checkpoint import inspect_model
 
     out = None if quiet else sys.stdout
     torch.set_num_threads(1)  # as the servers: the processes share the cores, the model is small
@@ -107,7 +107,7 @@ def attention_side(
 ) -> tuple[Generation, list, list[int], dict, Any, torch.Tensor]:
     """Everything but the experts, in this process."""
     from . import transformers as integration
-    from .client import Client
+    from .client.client import Client
     from .serve import load_progress
 
     with Client(address, token=token, name="demo", config=config) as client:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from .chaos.zygote import ForkedProcess, Zygote
 from .errors import ExpertwireError, WaitTimeout
-from .zygote import ForkedProcess, Zygote
 
 # A child started with this variable reads its standard input until it ends, then leaves: the pipe
 # closes with the parent, also on kill -9, and needs no signal that a reused pid could receive.

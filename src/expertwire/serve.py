@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checkpoint import inspect_model
 from .config import ServerConfig
 from .errors import ConfigError, WaitTimeout
-from .experts import parse_experts
-from .membership import Lease
-from .server import Server
+from .model.checkpoint import inspect_model
+from .registry.membership import Lease
+from .server.experts import parse_experts
+from .server.server import Server
 
 if TYPE_CHECKING:
     from .cuda.service import ExpertService

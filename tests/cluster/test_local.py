@@ -13,7 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from expertwire.cli import app
+from expertwire.cli.app import app
 from expertwire.cluster import local
 from expertwire.cluster.backend import FAILED, RESTARTING, SERVING
 from expertwire.cluster.config import load_config

@@ -12,7 +12,7 @@ import struct
 import time
 from dataclasses import replace
 
-from expertwire.connection import configured_doorbell
+from expertwire.control.connection import configured_doorbell
 from expertwire.device_structs import (
     IbgdaKey,
     IbgdaOperation,

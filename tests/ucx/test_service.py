@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from expertwire import Client
+from expertwire.chaos.fleet import Fleet
 from expertwire.demo import demo_model_path
 from expertwire.errors import NoServerError
-from expertwire.fleet import Fleet
 from expertwire.hca.fault import Faults, FaultyHca
 from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 from tests.system.test_failover import Load
@@ -24,7 +24,7 @@ def check(client: Client, model: dict, num_tokens: int, seed: int = 0, layer: in
     torch.testing.assert_close(out, expected(hidden, ids, weights, model, layer))
 
 
-@pytest.mark.parametrize("signal_mode", ["write", "add"])
+@pytest.mark.parametrize("signal_mode", ["write", "add", "write_imm"])
 def test_rows_come_back_right(signal_mode):
     model = model_facts()
     with cluster([range(4), range(4, 8)], model, server_options=SERVER, hca="ucx",

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from expertwire.control.handles import WireHandle
 from expertwire.errors import HcaError
-from expertwire.handles import WireHandle
 from expertwire.hca import open_hca
 from expertwire.hca.soft import STATE_ERR, STATE_RESET
 from expertwire.hca.ucx import UcxHca, find_library

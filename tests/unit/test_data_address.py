@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from expertwire.config import ClientConfig, ServerConfig
-from expertwire.control import format_address, parse_address
-from expertwire.data_address import (
+from expertwire.control.data_address import (
     TcpListener,
     connect_data,
     listen_data,
@@ -16,6 +15,7 @@ from expertwire.data_address import (
     parse_listen,
     with_zone,
 )
+from expertwire.control.frames import format_address, parse_address
 from expertwire.errors import ConfigError, WaitTimeout
 
 TOKEN = b"x" * 32

@@ -9,7 +9,7 @@ import pytest
 from tests.shell_lines import DOCUMENTS, LINES, ROOT, SPANS, Line, shell_lines
 from typer.main import get_command
 
-from expertwire.cli import app
+from expertwire.cli.app import app
 
 
 def check_expertwire(words: list[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..cli import JsonOption, app, print_json
+from ..cli.app import JsonOption, app, print_json
 
 OnOption = Annotated[
     str | None, typer.Option("--on", metavar="local|ray", help="where it runs, for a YAML file of "
@@ -76,7 +76,7 @@ def logs(
 
 def show_cluster(which: str, as_json: bool) -> None:
     """`expertwire status --cluster`: the processes, then what the registry knows."""
-    from ..status import show_status
+    from ..observe.status import show_status
     from .manage import find_cluster, report, report_lines
 
     name, backend = find_cluster(which, None)

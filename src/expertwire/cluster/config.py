@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..channel import parse_address
+from ..control.channel import parse_address
 from ..errors import ConfigError
 
 PLACEMENTS = ("spread", "strict_spread", "pack", "strict_pack")

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..control import load_token
-from ..drain import run_drain
+from ..control.credentials import load_token
 from ..errors import ConfigError, ExpertwireError, WaitTimeout
-from ..question import ask
-from ..status_tables import expert_ranges
+from ..observe.status_tables import expert_ranges
+from ..registry.drain import run_drain
+from ..registry.question import ask
 from .arguments import REGISTRY, free_names
 from .backend import FAILED, SERVING, STARTING, Backend, ProcessFacts
 from .config import ClusterConfig, load_config

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..channel import format_address, parse_address
-from ..control import load_token
+from ..control.channel import format_address, parse_address
+from ..control.credentials import load_token
 from ..errors import ConfigError, ExpertwireError, WaitTimeout
 from .actor import CommandActor, Secret
 from .arguments import REGISTRY, server_index, server_name

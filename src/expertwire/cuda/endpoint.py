@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from ..connection import Endpoint
+from ..control.connection import Endpoint
+from ..control.handles import ConnectionHandle, MemoryHandle, WireHandle
 from ..device_structs import IbgdaPeer
-from ..handles import ConnectionHandle, MemoryHandle, WireHandle
 from ..target import Block
 from .hca import GpuHca
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from ..control.memory import ACCESS_REMOTE_WRITE, MemoryRegion
 from ..device_structs import GpuHcaArgs, HcaKey, HcaQueue
 from ..errors import HandleError, HcaError
 from ..hca.interface import QpInfo
 from ..hca.soft import CQ_COLLAPSED, CQ_OVERRUN_IGNORE, STATE_ERR, STATE_RESET, STATE_RTS
-from ..memory import ACCESS_REMOTE_WRITE, MemoryRegion
 from ..target import Block, GpuTarget
 from .ipc import Exported, Imported
 from .memory import GpuWords

@@ -22,7 +22,7 @@ from ..device_structs import (
 from ..errors import ConfigError, ExpertwireError
 from ..message import DATA_TYPES, ReplyMode, SlotShape
 from ..target import GpuTarget
-from ..trace_device import Call, stamps_for
+from ..trace.device import Call, stamps_for
 from .experts import GpuExperts
 from .passes import Passes
 

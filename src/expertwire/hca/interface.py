@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
 from typing import Any, Protocol
 
-from ..handles import WireHandle
-from ..memory import MemoryRegion
+from ..control.handles import WireHandle
+from ..control.memory import MemoryRegion
 
 
 class QpInfo(ctypes.Structure):

@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ..control.memory import Buffer, MemoryRegion
 from ..device_structs import GpuHcaArgs, HcaKey, HcaQueue
 from ..errors import HcaError
-from ..memory import Buffer, MemoryRegion
 from ..target import Closable, Target
 from .interface import QpInfo
 from .soft import CQ_COLLAPSED, CQ_OVERRUN_IGNORE, STATE_ERR, STATE_RESET, STATE_RTS

@@ -10,9 +10,9 @@ from ctypes import POINTER, byref, c_int, c_uint32, c_uint64, c_void_p
 from types import SimpleNamespace
 
 from .._native import declare
+from ..control.memory import Buffer, MemoryRegion
 from ..errors import HcaError
 from ..launch import last_error
-from ..memory import Buffer, MemoryRegion
 from .interface import QpInfo
 from .wqe import OPCODE_NAMES
 

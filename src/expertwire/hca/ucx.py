@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 from .._native import declare
+from ..control.handles import WireHandle
 from ..errors import ConfigError, HcaError
-from ..handles import WireHandle
 from .soft import FaultPlan, SoftHca, SoftPeer, SoftWindow, _check, _Handle
 
 ACK_TIMEOUT = 5.0  # seconds without an acknowledgement until a peer counts as lost
