@@ -53,7 +53,7 @@ Trip = Callable[[torch.Tensor], torch.Tensor]
 
 def serve_ours(registry: str) -> None:
     from expertwire import Server
-    from expertwire.echo import EchoShard, echo_model
+    from expertwire.server.echo import EchoShard, echo_model
 
     with Server(EchoShard(), echo_model(HIDDEN_SIZE, "bfloat16"), registry) as server:
         server.wait_registered(10)
@@ -250,7 +250,7 @@ def ratios(results: dict[str, dict]) -> dict[str, dict[str, float]]:
 
 def run(all_rows: list[int], seconds: float) -> dict[str, Any]:
     from expertwire import Client, Registry
-    from expertwire.stats import StageTimes
+    from expertwire.observe.stats import StageTimes
 
     token = secrets.token_hex(32)
     env = {"EXPERTWIRE_TOKEN": token, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

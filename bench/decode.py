@@ -47,8 +47,8 @@ class Contestant:
 def start_servers(stack: contextlib.ExitStack, path: str, num_servers: int, token: str,
                   batch_invariant: bool) -> str:
     """A registry and its servers as processes of their own; returns the registry's address."""
-    from expertwire.checkpoint import inspect_model
     from expertwire.demo import split_experts
+    from expertwire.model.checkpoint import inspect_model
     from expertwire.processes import ChildGroup
 
     children = stack.enter_context(ChildGroup())

@@ -27,7 +27,7 @@ from expertwire.device_structs import (
 )
 from expertwire.loopback import Loopback, StepShape
 from expertwire.message import DATA_TYPES, FP8_BLOCK
-from expertwire.reference import quantise_fp8
+from expertwire.model.reference import quantise_fp8
 from expertwire.target import GpuTarget
 from gpu_rig import HIDDEN_SIZE, WARPS, capture
 

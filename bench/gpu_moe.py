@@ -171,7 +171,7 @@ def experts_alone(
 def whole_layer(
     model: Any, locals_: dict[str, LocalExperts], num_rows: int, options: argparse.Namespace
 ) -> dict[str, float]:
-    from expertwire.checkpoint import pluggable
+    from expertwire.model.checkpoint import pluggable
 
     batches = [draw(num_rows, options, layer) for layer in range(options.layers)]
     modules = [module for _, module in pluggable(model)]

@@ -29,9 +29,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from expertwire.connection import Endpoint
+from expertwire.control.connection import Endpoint
+from expertwire.control.handles import ConnectionHandle, MemoryHandle
 from expertwire.device_structs import IbgdaOperation, IbgdaRunArgs, KernelStatus
-from expertwire.handles import ConnectionHandle, MemoryHandle
 from expertwire.hca.soft import SoftHca
 from expertwire.launch import Launch, hca_array
 

@@ -25,9 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from expertwire import Client, Registry, Server
-from expertwire.echo import echo_model
-from expertwire.question import ask
-from expertwire.reference import moe_reference
+from expertwire.model.reference import moe_reference
+from expertwire.registry.question import ask
+from expertwire.server.echo import echo_model
 
 TOKEN = b"many-servers-token-0123456789"
 HIDDEN, TOP_K, ROWS = 64, 4, 8

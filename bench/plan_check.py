@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 
-from expertwire import Client, Registry, trace
+from expertwire import Client, Registry
 from expertwire.demo import split_experts
-from expertwire.plan_costs import Costs, fit_costs, samples_of_trace
-from expertwire.planner import Workload, predict
-from expertwire.trace_summary import load_trace
+from expertwire.planning.costs import Costs, fit_costs, samples_of_trace
+from expertwire.planning.predict import Workload, predict
+from expertwire.trace import recorder as trace
+from expertwire.trace.summary import load_trace
 
 MODELS = {  # experts, top-k, hidden, middle
     "A": (16, 4, 128, 128),
@@ -114,7 +115,7 @@ def serve(facts: str) -> None:
     """One server of each entry [model folder, "A-B", registry, name], in this process: only one
     configuration works at a time, and starting takes most of the time otherwise."""
     from expertwire import Server
-    from expertwire.experts import parse_experts
+    from expertwire.server.experts import parse_experts
 
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ HIDDEN_SIZE, NUM_EXPERTS, TOP_K = 1024, 32, 4
 
 def run_server(registry: str, experts: str) -> None:
     from expertwire import Server
-    from expertwire.echo import EchoShard, echo_model
+    from expertwire.server.echo import EchoShard, echo_model
 
     shard = EchoShard(NUM_EXPERTS)
     shard.experts = json.loads(experts)

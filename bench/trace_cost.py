@@ -26,7 +26,8 @@ TURN = 200  # trips; the first ten are not counted
 
 
 def run(all_rows: list[int], seconds: float) -> dict:
-    from expertwire import Client, Registry, trace
+    from expertwire import Client, Registry
+    from expertwire.trace import recorder as trace
 
     token = secrets.token_hex(32)
     env = {"EXPERTWIRE_TOKEN": token, "OMP_NUM_THREADS": "1"}

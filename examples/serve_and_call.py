@@ -3,9 +3,9 @@
 import torch
 
 from expertwire import Client, Registry, Server
-from expertwire.checkpoint import inspect_model, load_experts
 from expertwire.demo import demo_model_path
-from expertwire.reference import moe_reference
+from expertwire.model.checkpoint import inspect_model, load_experts
+from expertwire.model.reference import moe_reference
 
 path = demo_model_path()
 info = inspect_model(path)

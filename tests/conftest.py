@@ -20,11 +20,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--schedules", type=int, default=20, metavar="N",
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
+    parser.addoption(
+        "--ucx", action="store_true",
+        help="tests/conformance over UCX too, and everything that needs UCX or network namespaces "
+        "fails where these are missing instead of being skipped",
+    )
     parser.addoption("--chromium", metavar="PATH", help="a browser, for tests/browser")
     parser.addoption("--screenshots", metavar="FOLDER", help="where tests/browser keeps pictures")
     parser.addoption(
         "--slot-reuse", type=int, default=300, metavar="N",
         help="batches that tests/system/test_slot_reuse.py sends through one slot (default 300)",
+    )
+    parser.addoption(
+        "--ray", action="store_true",
+        help="run tests/cluster/test_ray.py: a Ray cluster of several nodes on this host (minutes)",
     )
     parser.addoption(
         "--require-oracles", action="store_true",

@@ -6,7 +6,7 @@ import json
 import socket
 import struct
 
-from expertwire.control import UnixListener, connect_unix
+from expertwire.control.frames import UnixListener, connect_unix
 
 TOKEN = b"control-token-0123456789"
 OTHER_TOKEN = b"another-token-0123456789"

@@ -87,6 +87,6 @@ class FailoverRig:
         return int(any(self.resend.read()))
 
     def want(self) -> torch.Tensor:
-        from expertwire.reference import moe_reference
+        from expertwire.model.reference import moe_reference
 
         return moe_reference(*self.batch, lambda _, rows: rows * 2, 6)

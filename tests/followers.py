@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from expertwire.membership import Members, Membership
+from expertwire.registry.membership import Members, Membership
 from tests.registry_peers import TOKEN
 
 

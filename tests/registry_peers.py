@@ -9,10 +9,10 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
-from expertwire import control
-from expertwire.control import Channel, connect_tcp
+from expertwire.control import frames as control
+from expertwire.control.frames import Channel, connect_tcp
 from expertwire.errors import WaitTimeout
-from expertwire.registry import Registry
+from expertwire.registry.registry import Registry
 
 TOKEN = b"registry-token-0123456789"
 

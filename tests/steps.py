@@ -10,7 +10,7 @@ import torch
 from expertwire.device_structs import IbgdaQp, KernelStatus
 from expertwire.loopback import Loopback, StepShape, Wire
 from expertwire.message import FP8_BLOCK, ReplyMode
-from expertwire.reference import quantise_fp8
+from expertwire.model.reference import quantise_fp8
 
 SUM, PER_EXPERT = ReplyMode.SUM, ReplyMode.PER_EXPERT
 

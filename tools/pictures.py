@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from expertwire.draw import PALETTE, text
+from expertwire.observe.draw import PALETTE, text
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 MOST_BYTES = 150_000
@@ -97,10 +97,11 @@ def draw_trace(path: Path) -> None:
     """One client and two servers of the demo model, 16 tokens, traced."""
     import torch
 
-    from expertwire import Client, Registry, trace
+    from expertwire import Client, Registry
     from expertwire.demo import demo_model_path
     from expertwire.processes import ChildGroup
-    from expertwire.trace_summary import draw_median, load_trace
+    from expertwire.trace import recorder as trace
+    from expertwire.trace.summary import draw_median, load_trace
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -125,8 +126,8 @@ def draw_trace(path: Path) -> None:
 
 
 def draw_chaos_short(path: Path) -> None:
-    from expertwire.chaos import run_chaos
-    from expertwire.chaos_plan import load_plan
+    from expertwire.chaos.plan import load_plan
+    from expertwire.chaos.run import run_chaos
 
     result = run_chaos(load_plan("short"), picture=str(path), quiet=True)
     if not result["ok"]:

@@ -6,17 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .client import Client
+    from .client.client import Client
+    from .client.flight import Handle
     from .config import ClientConfig, ServerConfig
-    from .flight import Handle
-    from .registry import Registry
-    from .server import Server
+    from .registry.registry import Registry
+    from .server.server import Server
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Client": "client", "Handle": "flight", "ClientConfig": "config", "ServerConfig": "config",
-    "Registry": "registry", "Server": "server", "ExpertwireError": "errors",
+    "Client": "client.client", "Handle": "client.flight", "ClientConfig": "config",
+    "ServerConfig": "config",
+    "Registry": "registry.registry", "Server": "server.server", "ExpertwireError": "errors",
 }
 __all__ = ["Client", "ClientConfig", "Handle", "Registry", "Server", "ServerConfig"]
 

@@ -39,7 +39,7 @@ def open_client(
     client on a GPU does not have, NoServerError, WaitTimeout, AuthError.
     """
     if device is None:
-        from .client import Client
+        from .client.client import Client
 
         with Client(registry, token=token, name=name, config=config) as client:
             client.wait_ready()

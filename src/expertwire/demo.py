@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from .config import ClientConfig
-from .draw import Span, draw_step
 from .errors import ConfigError, NoServerError
 from .generate import Generation, generate, load_tokenizer
+from .observe.draw import Span, draw_step
 from .processes import ChildGroup
 
 DEFAULT_PROMPT = "def read_lines(path):\n"
@@ -45,7 +45,7 @@ def run_demo(
     quiet: bool = False, client_config: ClientConfig | None = None,
 ) -> dict[str, Any]:
     """Runs the demo; prints to stdout unless quiet. Returns the facts that --json prints."""
-    from .checkpoint import inspect_model
+    from .model.checkpoint import inspect_model
 
     out = None if quiet else sys.stdout
     torch.set_num_threads(1)  # as the servers: the processes share the cores, the model is small
@@ -55,6 +55,7 @@ def run_demo(
     token = secrets.token_hex(32)
     say(out, f"model {info.name}: {info.num_layers} MoE layers of {info.num_experts} experts, "
              f"top-{info.top_k}, hidden size {info.hidden_size}")
+    config = client_config or ClientConfig()
     with ChildGroup() as children:
         env = {"EXPERTWIRE_TOKEN": token, "OMP_NUM_THREADS": "1"}
         registry = children.start("registry", ["registry", "--listen", "127.0.0.1:0"], env)
@@ -63,14 +64,15 @@ def run_demo(
             children.start(
                 f"server-{i}",
                 ["serve", path, "--experts", share, "--registry", address, "--name",
-                 f"server-{i}", "--dtype", "float32", "--threads", "1"], env,
+                 f"server-{i}", "--dtype", "float32", "--threads", "1", "--hca", config.hca],
+                env,
             )
         say(out, f"registry at {address}; {num_servers} expert servers start as processes "
                  f"{[c.process.pid for c in children.children[1:]]}")
         try:
             remote, trace, times, stats, tokenizer, remote_logits = attention_side(
                 path, address, token.encode(), prompt, seed, max_new_tokens, out, children,
-                client_config or ClientConfig(),
+                config,
             )
         except NoServerError:
             children.check()  # why a server is not there says more than that it is not
@@ -105,7 +107,7 @@ def attention_side(
 ) -> tuple[Generation, list, list[int], dict, Any, torch.Tensor]:
     """Everything but the experts, in this process."""
     from . import transformers as integration
-    from .client import Client
+    from .client.client import Client
     from .serve import load_progress
 
     with Client(address, token=token, name="demo", config=config) as client:

@@ -36,7 +36,7 @@ from .device_structs import (
     ServerSlot,
 )
 from .message import DATA_TYPE_BYTES, DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape
-from .reference import dequantise_fp8
+from .model.reference import dequantise_fp8
 from .target import Block, Target
 
 QP_DEPTH = 64

@@ -20,7 +20,7 @@ import torch
 
 from . import transformers as integration
 from .attention import AttentionClient, open_client
-from .cli import stop_on_signals
+from .cli.app import stop_on_signals
 from .config import ClientConfig
 from .errors import ConfigError
 from .openai_errors import OpenAIErrors

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checkpoint import inspect_model
 from .config import ServerConfig
 from .errors import ConfigError, WaitTimeout
-from .experts import parse_experts
-from .membership import Lease
-from .server import Server
+from .model.checkpoint import inspect_model
+from .registry.membership import Lease
+from .server.experts import parse_experts
+from .server.server import Server
 
 if TYPE_CHECKING:
     from .cuda.service import ExpertService
@@ -60,9 +60,13 @@ def make_server(
     device: "cpu", "cuda" or "cuda:N". Raises ConfigError for one that is not there.
     """
     gpu = parse_device(device)
+    if gpu is not None and config.hca != "soft":
+        raise ConfigError("--device cuda serves clients of this host: leave --hca at soft")
     info = inspect_model(model)
     if experts == "auto":
-        ids = Lease.plan(registry, token, info.as_dict(), num_servers=num_auto_servers)
+        # As it will register: one that computes in another dtype than the others is refused.
+        facts = info.as_dict() | ({"dtype": dtype} if dtype else {})
+        ids = Lease.plan(registry, token, facts, num_servers=num_auto_servers)
     elif experts == "all":
         ids = list(range(info.num_experts))
     else:

@@ -18,7 +18,9 @@ import transformers
 from safetensors import SafetensorError
 from transformers.integrations.moe import ExpertsInterface
 
-from .checkpoint import (
+from .errors import CheckpointError, ConfigError
+from .message import dtype_of
+from .model.checkpoint import (
     build_model,
     fingerprint,
     open_weights,
@@ -27,9 +29,7 @@ from .checkpoint import (
     top_k_of,
     weight_files,
 )
-from .errors import CheckpointError, ConfigError
-from .message import dtype_of
-from .weight_map import parameter_sizes
+from .model.weight_map import parameter_sizes
 
 NAME = "expertwire"
 CLIENT, LAYER = "_expertwire_client", "_expertwire_layer"  # attributes of an experts module

@@ -1,5 +1,5 @@
-"""Runs each check on every HCA that can: the software HCA, and the HCA kernel on the CPU target
-and, where there is one, on a GPU."""
+"""Runs each check on every HCA that can: the software HCA, the same over UCX (with --ucx), and the
+HCA kernel on the CPU target and, where there is one, on a GPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from expertwire.hca.kernel import KernelHca
+from expertwire.hca.ucx import UcxHca
 from expertwire.target import CpuTarget, GpuTarget
 from tests.conformance import rig
 
@@ -57,17 +58,49 @@ SOFT_ONLY = {
         "test_50_schedules_give_the_same_memory",
     },
 }
+# What the software HCA over UCX runs with --ucx, less these.
+NOT_OVER_UCX = {
+    "windows in pages shared with other processes": SOFT_ONLY[
+        "windows in pages shared with other processes"
+    ] | {"test_27_source_and_target_are_the_same_bytes",
+         "test_27_shifted_overlap_stays_inside_its_target"},
+    "an engine that moves one entry, or one piece, per call": {
+        "test_18_quiet_on_a_fresh_queue_returns_and_on_a_posted_one_waits",
+        "test_37_key_revoked_in_flight", "test_41_peer_lost_in_the_middle_of_a_write",
+        "test_44_engine_stopped_between_payload_and_flag",
+        "test_45_a_waiting_call_has_its_turn_before_the_engine_has_another",
+    },
+    "deadlines shorter than a round trip on a busy machine": {
+        "test_33_no_receive_waits_then_fails_and_writes_nothing",
+        "test_42_reset_forgets_a_wait_for_a_receive", "test_46_reserver_that_never_submits",
+        "test_47_full_ring_blocks_and_overwrites_nothing",
+    },
+    "a path that misbehaves on purpose": {
+        "test_44_one_slot_reused_100000_times_with_a_late_payload",
+    },
+    "minutes of round trips": {
+        "test_02_engine_compares_every_bit_of_the_queue_number",
+        "test_12_index_wraps_from_ffff_to_0",
+        "test_14_register_left_behind_by_65536_blocks_announces_nothing",
+        "test_24_more_than_65536_entries", "test_26_counter_is_never_seen_before_the_rest",
+        "test_27_one_gib_is_allowed", "test_31_atomics_are_exact_under_many_queues",
+    },
+}
 MAKERS = {
-    "kernel": lambda: KernelHca(CpuTarget(2), warps=2),
-    "gpu": lambda: KernelHca(GpuTarget(), warps=8),
+    "ucx": lambda thread: UcxHca(thread=thread),
+    "kernel": lambda _: KernelHca(CpuTarget(2), warps=2),
+    "gpu": lambda _: KernelHca(GpuTarget(), warps=8),
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "hca_kind" not in metafunc.fixturenames:
         return
+    name = metafunc.function.__name__
     kinds = ["soft"]
-    if not any(metafunc.function.__name__ in names for names in SOFT_ONLY.values()):
+    if metafunc.config.getoption("--ucx") and not any(name in n for n in NOT_OVER_UCX.values()):
+        kinds += ["ucx"]
+    if not any(name in names for names in SOFT_ONLY.values()):
         kinds += ["kernel", "gpu"] if torch.cuda.is_available() else ["kernel"]
     metafunc.parametrize("hca_kind", kinds, indirect=True)
 
@@ -76,7 +109,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def hca_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which HCA a Rig is made of."""
     if request.param in MAKERS:
-        monkeypatch.setattr(rig, "SoftHca", lambda thread=False: MAKERS[request.param]())
+        monkeypatch.setattr(rig, "SoftHca", lambda thread=False: MAKERS[request.param](thread))
     return request.param
 
 

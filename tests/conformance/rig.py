@@ -12,7 +12,7 @@ import struct
 import time
 from dataclasses import replace
 
-from expertwire.connection import configured_doorbell
+from expertwire.control.connection import configured_doorbell
 from expertwire.device_structs import (
     IbgdaKey,
     IbgdaOperation,
@@ -46,14 +46,22 @@ class Rig:
         num_bytes: int = 1 << 16, local_access: int = ALL_ACCESS, remote_access: int = ALL_ACCESS,
         thread: bool = False,
     ):
-        self.here, self.there = SoftHca(thread=thread), SoftHca(thread=False)
+        self.here = SoftHca(thread=thread)
+        # Behind a network the target's engine executes what comes, by itself.
+        self.there = SoftHca(thread=self.here.network)
         self.local, self.remote = self.here.alloc(num_bytes), self.there.alloc(num_bytes)
         self.local_mr = self.here.register(self.local.addr, num_bytes, local_access)
         self.remote_mr = self.there.register(self.remote.addr, num_bytes, remote_access)
         self.lkey = self.local_mr.lkey
         self.window = self.there.create_window()
         self.rkey = self.window.publish(self.remote_mr, 0)
-        self.peer = self.here.import_peer(self.window.fd, self.there.wake_fd, [self.remote.fd])
+        self.back, self.back_peer = None, None
+        if self.here.network:
+            self.back = self.here.create_window()
+            self.back_peer = self.there.connect_peer(self.window, self.back.wire)
+            self.peer = self.here.connect_peer(self.back, self.window.wire)
+        else:
+            self.peer = self.here.import_peer(self.window.fd, self.there.wake_fd, [self.remote.fd])
         self.qps = []
         self.qp = self.add_qp(depth, num_cqe=num_cqe, cq_flags=cq_flags)
         self.next_idx = 0
@@ -69,6 +77,9 @@ class Rig:
         for qp in self.qps:
             qp.destroy()
         self.peer.close()
+        if self.back_peer is not None:
+            self.back_peer.close()
+            self.back.close()
         self.window.close()
         self.here.close()
         self.there.close()
@@ -172,9 +183,26 @@ class Rig:
     def run(self, limit: int = 1_000_000) -> int:
         """Runs the engine until it finds nothing to do."""
         total = 0
+        if self.here.network:
+            return self._run_until_quiet(limit)
         while total < limit and (steps := self.here.poll(1024)):
             total += steps
         return total
+
+    def _run_until_quiet(self, limit: int) -> int:
+        """Until everything that was rung is acknowledged, or nothing has happened for a second.
+        Returns the entries that were completed."""
+        before, last = self._num_done(), time.monotonic()
+        while time.monotonic() - last < 1.0:
+            if self.here.poll(limit):
+                last = time.monotonic()
+            elif all(pi == ci for pi, ci in (qp.indices() for qp in self.qps)):
+                break
+        return self._num_done() - before
+
+    def _num_done(self) -> int:
+        stats = self.here.stats()
+        return sum(stats["wqes"].values()) + stats["error_cqes"]
 
     def run_until(self, condition, timeout_s: float = 5.0) -> None:
         """Runs the engine until condition() holds (for what takes time, as retries do)."""

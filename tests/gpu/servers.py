@@ -12,7 +12,7 @@ import torch
 
 from expertwire.cuda.remote import RemoteExperts
 from expertwire.errors import ExpertwireError
-from expertwire.registry import Registry
+from expertwire.registry.registry import Registry
 from tests.families import save_model
 
 TOKEN = b"sixteen bytes or more"

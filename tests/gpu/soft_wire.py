@@ -7,10 +7,10 @@ import socket
 
 import torch
 
+from expertwire.control.memory import Buffer
 from expertwire.cuda.pinned import Mapped, PinnedBuffer, PinnedQpMemory
 from expertwire.device_structs import SCOPE_SYSTEM, IbgdaKey, IbgdaPeer, IbgdaQp
 from expertwire.hca.soft import SoftHca
-from expertwire.memory import Buffer
 from expertwire.target import Block, GpuTarget
 
 ALL_ACCESS = 15

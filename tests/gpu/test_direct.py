@@ -10,7 +10,7 @@ import torch
 
 from expertwire.device_structs import KernelStatus
 from expertwire.loopback import Loopback
-from expertwire.reference import moe_reference
+from expertwire.model.reference import moe_reference
 from tests.steps import CASES, make_step
 
 

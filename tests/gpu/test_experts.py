@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from expertwire.cuda.experts import ANY, FEW, INVARIANT, GpuExperts, Tiles, Weights
-from expertwire.plain_experts import PlainExperts
+from expertwire.server.plain_experts import PlainExperts
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 COUNTS = [3, 0, 1, 40, 0, 17, 64, 5]

@@ -14,8 +14,8 @@ from expertwire.cuda.local import LocalExperts
 from expertwire.cuda.server import GpuServer
 from expertwire.errors import ConfigError, ExpertwireError, RejectedError, WaitTimeout
 from expertwire.message import Reason
-from expertwire.plain_experts import PlainExperts
-from expertwire.reference import moe_reference
+from expertwire.model.reference import moe_reference
+from expertwire.server.plain_experts import PlainExperts
 from tests.gpu.test_experts import make_experts
 
 HIDDEN, MIDDLE, NUM_EXPERTS, TOP_K = 256, 128, 8, 3

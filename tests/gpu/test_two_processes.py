@@ -12,13 +12,13 @@ import time
 import pytest
 import torch
 
-from expertwire.client import Client
+from expertwire.client.client import Client
 from expertwire.cuda.compile import require
 from expertwire.cuda.ipc import Exported, Imported
 from expertwire.cuda.local import LocalExperts
 from expertwire.cuda.remote import RemoteExperts
 from expertwire.errors import HandleError, HcaError, NoServerError, ServerLostError
-from expertwire.registry import Registry
+from expertwire.registry.registry import Registry
 from expertwire.transformers import attach
 from tests.families import make_model
 from tests.gpu.servers import TOKEN, Servers, batch

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from expertwire import Client, Registry, Server
-from expertwire.reference import moe_reference
+from expertwire.model.reference import moe_reference
 
 TOKEN = b"cluster-token-0123456789"
 

@@ -19,14 +19,15 @@ from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 from tests.system.test_elastic import wait_until
 from tests.system.test_faults import RawRequest
 
-from expertwire import Client, link
-from expertwire.channel import Channel
-from expertwire.client_link import ClientLink, share_credit
+from expertwire import Client
+from expertwire.client import link
 from expertwire.config import ServerConfig
-from expertwire.connection import Endpoint
-from expertwire.control import connect_unix
+from expertwire.control.channel import Channel
+from expertwire.control.connection import Endpoint
+from expertwire.control.frames import connect_unix
 from expertwire.errors import ExpertwireError, HcaError
 from expertwire.message import SlotShape
+from expertwire.server.client_link import ClientLink, share_credit
 
 MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 ONE = [range(6)]

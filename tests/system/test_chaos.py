@@ -10,13 +10,13 @@ import time
 import pytest
 import torch
 
-from expertwire.chaos_load import NUM_BATCHES, Oracle
-from expertwire.chaos_plan import load_plan, parse_plan, plan_names
-from expertwire.chaos_report import chaos_svg
-from expertwire.checkpoint import load_experts
+from expertwire.chaos.load import NUM_BATCHES, Oracle
+from expertwire.chaos.plan import load_plan, parse_plan, plan_names
+from expertwire.chaos.report import chaos_svg
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError
-from expertwire.experts import parse_experts
+from expertwire.model.checkpoint import load_experts
+from expertwire.server.experts import parse_experts
 
 SERVERS = {"a": "0-15", "b": "0-15"}
 
@@ -154,7 +154,7 @@ def test_a_picture_of_nothing_much_is_still_a_picture():
     from array import array
     from types import SimpleNamespace
 
-    from expertwire.chaos import Event, Lap
+    from expertwire.chaos.run import Event, Lap
 
     plan = parse_plan({"servers": SERVERS, "phases": [{"seconds": 1}]}, "mine")
     load = SimpleNamespace(started_ns=array("q", [5, 10**9]), ended_ns=array("q", [10, 2 * 10**9]))

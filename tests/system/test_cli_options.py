@@ -9,10 +9,10 @@ from tests.system.cluster import TOKEN
 from typer.testing import CliRunner
 
 from expertwire import Registry, Server
-from expertwire.cli import app
-from expertwire.client_link import ClientLink
+from expertwire.cli.app import app
 from expertwire.demo import demo_model_path
 from expertwire.errors import CheckpointError, NoServerError
+from expertwire.server.client_link import ClientLink
 
 
 @pytest.fixture(scope="module")

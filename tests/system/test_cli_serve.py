@@ -9,16 +9,16 @@ import time
 import pytest
 from tests.system.cluster import ScaledExperts, model_facts
 
-from expertwire import roster
-from expertwire.checkpoint import inspect_model
 from expertwire.config import ServerConfig
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError
-from expertwire.membership import Lease
+from expertwire.model.checkpoint import inspect_model
 from expertwire.processes import ChildGroup, ChildProcess
-from expertwire.registry import Registry
+from expertwire.registry import roster
+from expertwire.registry.membership import Lease
+from expertwire.registry.registry import Registry
 from expertwire.serve import make_server, run_server
-from expertwire.server import Server
+from expertwire.server.server import Server
 
 MODEL = demo_model_path()
 ENV = {"OMP_NUM_THREADS": "1"}

@@ -246,7 +246,7 @@ def test_same_bits_whatever_the_servers():
 @pytest.mark.parametrize("do_ibgda", [True, False])
 def test_fp8_hidden_states(do_ibgda):
     """Rows travel as e4m3 with one fp32 scale per 128; the error is that of the format."""
-    from expertwire.reference import dequantise_fp8, quantise_fp8
+    from expertwire.model.reference import dequantise_fp8, quantise_fp8
 
     model = model_facts(num_experts=4, hidden_size=300)
     with cluster([[0, 1], [2, 3]], model, fp8=True, do_ibgda=do_ibgda) as (client, _, _):

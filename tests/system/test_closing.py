@@ -12,8 +12,9 @@ import torch
 from tests.leftovers import nothing_left_behind
 from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, model_facts
 
-from expertwire import Client, Registry, Server, server
+from expertwire import Client, Registry, Server
 from expertwire.errors import ConfigError, WaitTimeout
+from expertwire.server import server
 
 MODEL = model_facts(num_experts=4, hidden_size=16)
 LIMIT = 5.0
@@ -114,7 +115,7 @@ def silent_socket() -> tuple[socket.socket, str]:
 
 def test_a_client_in_the_middle_of_a_handshake_closes_at_once():
     """A member whose socket accepts and never answers."""
-    from expertwire.membership import Lease
+    from expertwire.registry.membership import Lease
 
     quiet, address = silent_socket()
     facts = {"name": "mute", "address": address, "pid": 1, "model": MODEL, "experts": [0]}
@@ -177,7 +178,7 @@ def test_a_server_whose_experts_are_busy_closes_within_its_limit(stuck, monkeypa
 
 def test_a_server_closes_while_clients_stand_in_its_door():
     """Connections that are authenticated and then say nothing, and some that say nothing at all."""
-    from expertwire.control import connect_unix
+    from expertwire.control.frames import connect_unix
 
     with Registry(token=TOKEN) as registry, nothing_left_behind():
         running = Server(ScaledExperts([0]), MODEL, registry, token=TOKEN).start()

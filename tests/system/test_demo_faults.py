@@ -13,7 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tests.leftovers import nothing_left_behind
 
-from expertwire import cli, demo
+from expertwire import demo
+from expertwire.cli import app as cli
 from expertwire.errors import ExpertwireError
 from expertwire.launch import cpu_warp_size
 from expertwire.processes import ChildGroup, ChildProcess

@@ -14,10 +14,10 @@ import torch
 from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 from expertwire import Client, Server
+from expertwire.chaos.fleet import Fleet
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError, WaitTimeout
-from expertwire.fleet import Fleet
-from expertwire.question import ask
+from expertwire.registry.question import ask
 
 MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 
@@ -210,7 +210,7 @@ def test_drain_as_a_command():
 
 
 def test_drain_says_what_it_waits_for(monkeypatch, capsys):
-    from expertwire.drain import run_drain
+    from expertwire.registry.drain import run_drain
 
     monkeypatch.setenv("EXPERTWIRE_TOKEN", TOKEN.decode())
     with cluster([range(6), [0, 1], [0, 1]], MODEL) as (_, servers, registry):

@@ -15,7 +15,7 @@ from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 
 from expertwire import Client
 from expertwire.errors import NoServerError
-from expertwire.membership import Lease
+from expertwire.registry.membership import Lease
 
 MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
-from expertwire import Client, Server, roster
+from expertwire import Client, Server
 from expertwire.errors import HcaError
 from expertwire.message import FLAG_BYTES
+from expertwire.registry import roster
 
 MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 BOTH = [range(6), range(6)]

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from expertwire import Client
-from expertwire.checkpoint import load_experts
+from expertwire.chaos.fleet import Fleet
+from expertwire.client.patience import FLOOR
 from expertwire.demo import demo_model_path
 from expertwire.errors import NoServerError
-from expertwire.fleet import Fleet
-from expertwire.patience import FLOOR
-from expertwire.reference import moe_reference
+from expertwire.model.checkpoint import load_experts
+from expertwire.model.reference import moe_reference
 
 MODEL = demo_model_path()
 SHARES = {"low": "0-7", "high": "8-15", "all": "0-15"}

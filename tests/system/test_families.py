@@ -25,8 +25,8 @@ from tests.families import COMMON, FAMILIES, save_model
 
 from expertwire import Client, Registry, Server
 from expertwire import transformers as integration
-from expertwire.checkpoint import expert_modules, inspect_model, pluggable
 from expertwire.errors import CheckpointError
+from expertwire.model.checkpoint import expert_modules, inspect_model, pluggable
 
 TOKEN = b"families-token-0123456789"
 BOUND = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -14,6 +14,7 @@ import torch
 from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 from expertwire import Client, Registry, Server
+from expertwire.client.routing import RoutingTable
 from expertwire.device_structs import BufferHead, ReplyHead
 from expertwire.errors import (
     AuthError,
@@ -23,7 +24,6 @@ from expertwire.errors import (
     RejectedError,
 )
 from expertwire.message import FLAG_BYTES, Reason, RequestLayout, head_checksum
-from expertwire.routing import RoutingTable
 
 MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 SHARES = [[0, 1, 2], [3, 4, 5]]

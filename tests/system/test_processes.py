@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from expertwire import Client
-from expertwire.checkpoint import load_experts
 from expertwire.demo import demo_model_path
+from expertwire.model.checkpoint import load_experts
+from expertwire.model.reference import moe_reference
 from expertwire.processes import ChildGroup
-from expertwire.reference import moe_reference
 
 TOKEN = "process-test-token-0123456789"
 ENV = {"EXPERTWIRE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}

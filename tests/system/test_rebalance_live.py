@@ -16,10 +16,10 @@ from tests.system.cluster import TOKEN, ScaledExperts, batch, expected, model_fa
 from tests.system.test_elastic import Traffic, wait_until
 
 from expertwire import Client, Registry, Server
+from expertwire.chaos.fleet import Fleet
 from expertwire.demo import demo_model_path
-from expertwire.fleet import Fleet
-from expertwire.question import ask
-from expertwire.rebalance import imbalance, measured_rows, run_rebalance
+from expertwire.registry.question import ask
+from expertwire.registry.rebalance import imbalance, measured_rows, run_rebalance
 
 MODEL = model_facts(num_experts=8, hidden_size=16, top_k=2)
 pytestmark = pytest.mark.timeout(240)

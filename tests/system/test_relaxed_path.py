@@ -28,7 +28,7 @@ def path(monkeypatch):
         def open_faulty(name, **options):
             return FaultyHca(open_hca(name, **options), Faults(seed=next(seeds), **faults))
 
-        for module in (expertwire.client, expertwire.server):
+        for module in (expertwire.client, expertwire.server.server):
             monkeypatch.setattr(module, "open_hca", open_faulty)
 
     return install

@@ -11,10 +11,10 @@ from tests.leftovers import nothing_left_behind
 from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
 
 from expertwire import Client
-from expertwire.connection import configured_doorbell
+from expertwire.control.connection import configured_doorbell
 from expertwire.errors import ConfigError
 from expertwire.message import FP8_BLOCK
-from expertwire.reference import dequantise_fp8, quantise_fp8
+from expertwire.model.reference import dequantise_fp8, quantise_fp8
 
 SMALL = model_facts(num_experts=6, hidden_size=20, top_k=3)
 

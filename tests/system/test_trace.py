@@ -14,13 +14,14 @@ from tests import chrome_trace
 from tests.chrome_trace import slices
 from tests.system.cluster import batch, cluster, expected, model_facts
 
-from expertwire import Client, Registry, trace
+from expertwire import Client, Registry
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError, ExpertwireError
 from expertwire.hca.fault import Faults, FaultyHca
 from expertwire.processes import ChildGroup
-from expertwire.trace_chrome import WAY
-from expertwire.trace_summary import draw_median, load_trace, summarise, ways
+from expertwire.trace import recorder as trace
+from expertwire.trace.chrome import WAY
+from expertwire.trace.summary import draw_median, load_trace, summarise, ways
 
 MODEL = model_facts(num_experts=6, hidden_size=20, top_k=3)
 SHARES = [[0, 1, 2], [3, 4, 5]]
@@ -181,7 +182,7 @@ def test_processes_write_one_trace_and_a_killed_one_is_in_it(path):
 
 
 def test_the_commands(path, capsys):
-    from expertwire.cli import app
+    from expertwire.cli.app import app
 
     with cluster(SHARES, MODEL) as (client, _, _), trace.tracing(path):
         client.moe(0, *batch(4, MODEL))

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from expertwire.attention import open_client, open_gpu_client
-from expertwire.client import Client
+from expertwire.client.client import Client
 from expertwire.config import ClientConfig
 from expertwire.errors import ConfigError, NoServerError
 from expertwire.generate import run_generate
 from expertwire.hca import open_hca
 from expertwire.openai_server import run_openai
-from expertwire.registry import Registry
+from expertwire.registry.registry import Registry
 
 TOKEN = b"sixteen bytes or more"
 QUICK = ClientConfig(connect_timeout=0.2)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.control_peers import NASTY_BODIES, TOKEN, raw_unix, read_frame
 from tests.leftovers import nothing_left_behind
 
-from expertwire import control
-from expertwire.control import Channel, UnixListener, connect_tcp, connect_unix
+from expertwire.control import frames as control
+from expertwire.control.frames import Channel, UnixListener, connect_tcp, connect_unix
 from expertwire.errors import ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 
 

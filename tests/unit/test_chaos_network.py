@@ -11,11 +11,11 @@ import torch
 from tests.system.cluster import batch, cluster, expected, model_facts
 
 from expertwire import Registry
-from expertwire.chaos_network import Network, Relay, clear_data_faults, set_data_faults
-from expertwire.chaos_plan import load_plan, parse_plan
-from expertwire.chaos_report import throughput
+from expertwire.chaos.network import Network, Relay, clear_data_faults, set_data_faults
+from expertwire.chaos.plan import load_plan, parse_plan
+from expertwire.chaos.report import throughput
 from expertwire.errors import ConfigError, ExpertwireError, WaitTimeout
-from expertwire.question import ask
+from expertwire.registry.question import ask
 
 TOKEN = b"chaos-network-0123456789"
 STATUS = {"type": "status"}
@@ -71,7 +71,7 @@ def test_what_a_broken_path_holds_comes_when_it_is_whole_again(relay, control):
 
 
 def test_hanging_up_ends_connections_and_lets_new_ones_in(relay):
-    from expertwire.control import connect_tcp
+    from expertwire.control.frames import connect_tcp
 
     channel = connect_tcp(relay.address, TOKEN)
     relay.hang_up()

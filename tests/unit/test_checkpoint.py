@@ -12,10 +12,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.families import COMMON, FAMILIES, make_model, save_model
 
-from expertwire import checkpoint
 from expertwire import transformers as integration
-from expertwire.checkpoint import INDEX, inspect_model, load_experts, read_config, weight_files
 from expertwire.errors import CheckpointError, ConfigError
+from expertwire.model import checkpoint
+from expertwire.model.checkpoint import (
+    INDEX,
+    inspect_model,
+    load_experts,
+    read_config,
+    weight_files,
+)
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 

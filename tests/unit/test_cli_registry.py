@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from expertwire.cli import main
-from expertwire.control import load_token
-from expertwire.membership import Lease, ask
-from expertwire.registry import Registry
-from expertwire.status_tables import expert_ranges
+from expertwire.cli.app import main
+from expertwire.control.frames import load_token
+from expertwire.observe.status_tables import expert_ranges
+from expertwire.registry.membership import Lease, ask
+from expertwire.registry.registry import Registry
 
 MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 16, "dtype": "float32"}
 START_SECONDS = 20.0  # generous: a loaded machine is no failure
@@ -282,7 +282,7 @@ def test_nothing_heavy_is_imported(arguments, registry):
     if arguments == ("status",):
         arguments = ("status", "--registry", registry.address)
     code = (
-        "import sys; from expertwire.cli import main\n"
+        "import sys; from expertwire.cli.app import main\n"
         "sys.argv[0] = 'expertwire'\n"
         "try: main()\n"
         "except SystemExit as end: code = end.code\n"

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from expertwire import control
-from expertwire.control import Channel, connect_tcp, connect_unix, encode_frame, load_token
+from expertwire.control import frames as control
+from expertwire.control.frames import Channel, connect_tcp, connect_unix, encode_frame, load_token
 from expertwire.errors import AuthError, ConfigError, ProtocolError, WaitTimeout
 
 

@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from expertwire import Client, Registry, Server
 from expertwire import transformers as integration
-from expertwire.checkpoint import inspect_model, load_experts
 from expertwire.demo import DEFAULT_PROMPT, demo_model_path
+from expertwire.model.checkpoint import inspect_model, load_experts
 
 FOLDER = Path(demo_model_path())
 MAX_BYTES = 8_000_000

@@ -15,7 +15,7 @@ from tests.conftest import TOKEN
 from typer.testing import CliRunner
 
 from expertwire import Registry
-from expertwire.cli import app
+from expertwire.cli.app import app
 from expertwire.doctor import host
 from expertwire.doctor.findings import STATES, Finding, Probe, Roots, run_checks
 from expertwire.doctor.gpu import gpu_findings, nvlink_findings

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from expertwire.draw import WIDTH, Span, draw_step, step_svg, text_width
+from expertwire.observe.draw import WIDTH, Span, draw_step, step_svg, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 ATTENTION = [

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.families import FAMILIES, make_model, save_model
 
-from expertwire.checkpoint import load_experts, pluggable
 from expertwire.errors import ConfigError
-from expertwire.experts import MAX_ROWS, ExpertLayer, ExpertShard, parse_experts, threads
-from expertwire.plain_experts import PlainExperts
+from expertwire.model.checkpoint import load_experts, pluggable
+from expertwire.server.experts import MAX_ROWS, ExpertLayer, ExpertShard, parse_experts, threads
+from expertwire.server.plain_experts import PlainExperts
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertwire.control.handles import HANDLE_VERSION, ConnectionHandle, MemoryHandle
 from expertwire.errors import HandleError
-from expertwire.handles import HANDLE_VERSION, ConnectionHandle, MemoryHandle
 
 CONNECTION = ConnectionHandle((1, 0xFFFFFF, 77))
 MEMORY = MemoryHandle(addr=0x7F0000001000, num_bytes=1 << 20, rkey=0xDEADBEEF, fd_idx=2)

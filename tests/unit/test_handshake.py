@@ -19,8 +19,8 @@ from tests.control_peers import (
 )
 from tests.leftovers import nothing_left_behind
 
-from expertwire import control
-from expertwire.control import Channel, UnixListener, connect_tcp, connect_unix
+from expertwire.control import frames as control
+from expertwire.control.frames import Channel, UnixListener, connect_tcp, connect_unix
 from expertwire.errors import AuthError, ExpertwireError, ProtocolError, WaitTimeout
 
 

@@ -18,11 +18,11 @@ from tests.conformance.rig import (
 )
 from tests.queue_pair import ADD8, PUT, PUT_ALWAYS_POST, QUIET, SIGNAL_IMM
 
+from expertwire.client.link import check_signal_mode
 from expertwire.device_structs import SIGNAL_ADD, SIGNAL_WRITE
 from expertwire.errors import ConfigError
 from expertwire.hca.fault import Faults, FaultyHca
 from expertwire.hca.trace import TracingHca
-from expertwire.link import check_signal_mode
 
 RELAXED = dict(mtu=256, reorder=True, max_delay=6)
 

@@ -9,10 +9,10 @@ import threading
 import pytest
 from tests.conformance.rig import PEER_LOST, Rig
 
-from expertwire.connection import Endpoint
+from expertwire.control.connection import Endpoint
+from expertwire.control.memory import Buffer
 from expertwire.errors import HcaError
 from expertwire.hca.soft import QpMemory, SoftHca
-from expertwire.memory import Buffer
 
 
 def open_fds() -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from expertwire.client.inputs import InputCheck
 from expertwire.errors import ConfigError
-from expertwire.inputs import InputCheck
 
 CHECK = InputCheck(
     {"name": "m", "dtype": "float32", "hidden_size": 4, "num_layers": 2, "top_k": 2}, 2

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.families import FAMILIES, save_model
 
 from expertwire import transformers as integration
-from expertwire.checkpoint import inspect_model, load_experts
 from expertwire.errors import CheckpointError
+from expertwire.model.checkpoint import inspect_model, load_experts
 
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 

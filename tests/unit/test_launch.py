@@ -6,10 +6,12 @@ import ctypes
 
 import pytest
 
-from expertwire import batch, device_structs, launch, trip
+from expertwire import device_structs, launch
+from expertwire.client import trip
 from expertwire.device_structs import ClientRouteArgs, IbgdaRunArgs
 from expertwire.errors import ConfigError, ExpertwireError
 from expertwire.launch import Launch, find_kernel, struct_bytes
+from expertwire.server import batch
 
 STRUCTS = [
     "KernelStatus", "IbgdaKey", "IbgdaQp", "IbgdaPeer", "BufferHead", "ReplyHead", "ClientServer",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.steps import CASES, differences, make_step, run_in_place, run_step
 
-from expertwire.reference import dequantise_fp8, moe_reference, quantise_fp8
+from expertwire.model.reference import dequantise_fp8, moe_reference, quantise_fp8
 from expertwire.target import CpuTarget
 
 

@@ -11,10 +11,10 @@ from tests.followers import Follower, closing, free_address, ids
 from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, Peer, model_facts, server_facts
 
-from expertwire import registry_thread
 from expertwire.errors import AuthError, ConfigError, ProtocolError, WaitTimeout
-from expertwire.membership import Lease, Membership, ask, parse_members
-from expertwire.registry import Registry
+from expertwire.registry import thread as registry_thread
+from expertwire.registry.membership import Lease, Membership, ask, parse_members
+from expertwire.registry.registry import Registry
 
 
 @pytest.fixture(autouse=True)

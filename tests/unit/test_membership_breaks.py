@@ -11,11 +11,12 @@ from tests.followers import Follower, closing, free_address, ids
 from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, Peer, model_facts, server_facts
 
-from expertwire import question, registry_thread
-from expertwire.control import parse_address
+from expertwire.control.frames import parse_address
 from expertwire.errors import WaitTimeout
-from expertwire.membership import Lease, Membership, ask
-from expertwire.registry import Registry
+from expertwire.registry import question
+from expertwire.registry import thread as registry_thread
+from expertwire.registry.membership import Lease, Membership, ask
+from expertwire.registry.registry import Registry
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,12 @@ from expertwire import Client
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError, RejectedError
 from expertwire.hca.fault import Faults, FaultyHca
-from expertwire.metrics import client_metrics, registry_metrics, serve_metrics, server_metrics
+from expertwire.observe.metrics import (
+    client_metrics,
+    registry_metrics,
+    serve_metrics,
+    server_metrics,
+)
 from expertwire.processes import ChildProcess
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "grafana/expertwire.json"

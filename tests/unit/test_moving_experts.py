@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.families import save_model
 
-from expertwire.checkpoint import load_experts
-from expertwire.experts import ExpertLayer, ExpertShard
-from expertwire.mover import give_back_memory
-from expertwire.plain_experts import PlainExperts
+from expertwire.model.checkpoint import load_experts
+from expertwire.server.experts import ExpertLayer, ExpertShard
+from expertwire.server.mover import give_back_memory
+from expertwire.server.plain_experts import PlainExperts
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "granitemoe"]  # plain, with biases and transposed, fused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expertwire.patience import (
+from expertwire.client.patience import (
     CEILING,
     ENOUGH,
     FACTOR,

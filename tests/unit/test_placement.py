@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertwire.placement import plan_experts
+from expertwire.registry.placement import plan_experts
 
 
 def join(num_experts: int, num_joins: int, num_servers: int | None) -> list[set[int]]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertwire.cli import app
+from expertwire.cli.app import app
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError
-from expertwire.plan_costs import (
+from expertwire.planning.costs import (
     CPU,
     H200,
     Costs,
@@ -25,7 +25,7 @@ from expertwire.plan_costs import (
     parse_link,
     with_link,
 )
-from expertwire.planner import (
+from expertwire.planning.predict import (
     Workload,
     message_bytes,
     predict,

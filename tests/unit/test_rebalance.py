@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertwire.errors import ConfigError
-from expertwire.rebalance import (
+from expertwire.registry.rebalance import (
     imbalance,
     measured_rows,
     num_replicas,
@@ -94,7 +94,7 @@ def test_rows_are_added_up_over_servers():
 def test_the_command_measures_and_plans(capsys, monkeypatch):
     from tests.system.cluster import TOKEN, batch, cluster, model_facts
 
-    from expertwire.rebalance import run_rebalance
+    from expertwire.registry.rebalance import run_rebalance
 
     monkeypatch.setenv("EXPERTWIRE_TOKEN", TOKEN.decode())
     model = model_facts(num_experts=6)

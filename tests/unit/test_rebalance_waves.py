@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertwire.rebalance import plan_rebalance
-from expertwire.rebalance_apply import removals, wave
+from expertwire.registry.rebalance import plan_rebalance
+from expertwire.registry.rebalance_apply import removals, wave
 
 
 @st.composite

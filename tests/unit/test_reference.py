@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from expertwire.errors import ConfigError
-from expertwire.reference import FP8_MAX, dequantise_fp8, moe_reference, quantise_fp8
+from expertwire.model.reference import FP8_MAX, dequantise_fp8, moe_reference, quantise_fp8
 
 # e4m3 has 3 mantissa bits: a rounded value is off by at most 2^-4 of itself; below the smallest
 # normal number (2^-6 of a scale step) the steps are 2^-9, so off by at most 2^-10 of the scale.

@@ -15,12 +15,12 @@ import pytest
 from tests.leftovers import nothing_left_behind
 
 from expertwire.errors import WaitTimeout
-from expertwire.membership import Lease, Members, Membership
-from expertwire.registry import Registry
+from expertwire.registry.membership import Lease, Members, Membership
+from expertwire.registry.registry import Registry
 
 MODEL = {"fingerprint": "f-1", "name": "tiny", "num_experts": 2, "dtype": "float32"}
 SERVER = (
-    "import sys, time; from expertwire.membership import Lease; "
+    "import sys, time; from expertwire.registry.membership import Lease; "
     "lease = Lease(sys.argv[1], sys.argv[2].encode(), {'name': 'k', 'address': 'x', 'pid': 1, "
     "'model': {'fingerprint': 'f-1', 'name': 'tiny', 'num_experts': 2, 'dtype': 'float32'}, "
     "'experts': [0]}); "

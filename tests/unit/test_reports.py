@@ -7,9 +7,9 @@ import time
 import pytest
 from tests.system.cluster import TOKEN, batch, cluster, model_facts
 
-from expertwire.client import Client
-from expertwire.question import ask
-from expertwire.reports import LONGEST_PAUSE, Reporter, leave_out, with_rates
+from expertwire.client.client import Client
+from expertwire.observe.reports import LONGEST_PAUSE, Reporter, leave_out, with_rates
+from expertwire.registry.question import ask
 
 
 def test_rates_are_by_the_reporters_clock():

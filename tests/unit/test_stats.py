@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from expertwire.stats import RING, Ring, ServerCounters, StageTimes
+from expertwire.observe.stats import RING, Ring, ServerCounters, StageTimes
 
 
 def test_an_empty_ring_says_zero():

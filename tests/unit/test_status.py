@@ -17,8 +17,8 @@ import pytest
 from tests.system.cluster import TOKEN, batch, cluster, model_facts
 
 from expertwire import Registry
-from expertwire.status import plain_lines, watch_status
-from expertwire.status_tables import micros, rate, size, tables
+from expertwire.observe.status import plain_lines, watch_status
+from expertwire.observe.status_tables import micros, rate, size, tables
 
 SECONDS = 20.0  # generous: a loaded machine is no failure
 
@@ -175,7 +175,7 @@ def test_a_registry_that_goes_away_is_waited_for(capsys, monkeypatch):
             if len(pauses) == 1:
                 registry.close()
 
-        monkeypatch.setattr("expertwire.status.time.sleep", pause)
+        monkeypatch.setattr("expertwire.observe.status.time.sleep", pause)
         watch_status(address, seconds=0.5, looks=2, as_json=True)
     facts_line, away = map(json.loads, capsys.readouterr().out.splitlines())
     assert facts_line["epoch"] and "nothing answers" in away["away"]

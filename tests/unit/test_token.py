@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from expertwire.control import load_token
+from expertwire.control.frames import load_token
 from expertwire.errors import AuthError
 
 

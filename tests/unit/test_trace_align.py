@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests import chrome_trace
 
 from expertwire.errors import ConfigError
-from expertwire.trace_align import fit_clock, part_offsets, round_trip_offset
-from expertwire.trace_chrome import chrome_events
-from expertwire.trace_file import (
+from expertwire.trace.align import fit_clock, part_offsets, round_trip_offset
+from expertwire.trace.chrome import chrome_events
+from expertwire.trace.file import (
     KIND_ARRIVED,
     KIND_MESSAGE,
     KIND_REPLIED,

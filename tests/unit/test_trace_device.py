@@ -8,10 +8,10 @@ import pytest
 from tests import chrome_trace
 from tests.chrome_trace import slices
 
-from expertwire import trace
 from expertwire.launch import struct_bytes
 from expertwire.target import CpuTarget
-from expertwire.trace_device import Call, DeviceStamps, stamps_for
+from expertwire.trace import recorder as trace
+from expertwire.trace.device import Call, DeviceStamps, stamps_for
 
 
 @pytest.fixture
@@ -85,6 +85,6 @@ def test_stamps_that_are_gone_are_not_asked(path):
 def test_python_and_native_agree_on_a_stamp():
     import ctypes
 
-    from expertwire.trace_device import ClockStamp
+    from expertwire.trace.device import ClockStamp
 
     assert struct_bytes("ClockStamp") == ctypes.sizeof(ClockStamp) == 16

@@ -12,11 +12,11 @@ import pytest
 from tests import chrome_trace
 from tests.leftovers import nothing_left_behind
 
-from expertwire import trace
 from expertwire.errors import ConfigError
 from expertwire.launch import struct_bytes
-from expertwire.trace_chrome import merge
-from expertwire.trace_file import (
+from expertwire.trace import recorder as trace
+from expertwire.trace.chrome import merge
+from expertwire.trace.file import (
     HEADER_BYTES,
     KIND_SPAN,
     RECORD_BYTES,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from expertwire.control import connect_unix, listen_unix
+from expertwire.control.frames import connect_unix, listen_unix
 from expertwire.errors import AuthError
 
 TOKEN = b"two-users-token-0123456789"

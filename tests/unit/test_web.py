@@ -10,7 +10,7 @@ import time
 import pytest
 
 from expertwire.errors import ConfigError
-from expertwire.web import MAX_CONNECTIONS, WebServer, listen_address, names_an_address
+from expertwire.observe.web import MAX_CONNECTIONS, WebServer, listen_address, names_an_address
 
 
 @pytest.fixture

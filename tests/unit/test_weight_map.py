@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.families import COMMON, FAMILIES, save_model
 
-from expertwire import checkpoint
-from expertwire.checkpoint import inspect_model, load_experts, pluggable, read_config, survey
 from expertwire.errors import CheckpointError
-from expertwire.plain_experts import PLAIN_FAMILIES
+from expertwire.model import checkpoint
+from expertwire.model.checkpoint import inspect_model, load_experts, pluggable, read_config, survey
+from expertwire.server.plain_experts import PLAIN_FAMILIES
 
 # Layouts that the families of the system tests do not have: other names for experts per token,
 # other names on disk, transposed, no gate, a first layer without experts.

@@ -10,7 +10,7 @@ from tests.queue_pair import BareQp
 from tests.system.cluster import batch, cluster, model_facts
 from typer.testing import CliRunner
 
-from expertwire.cli import app
+from expertwire.cli.app import app
 from expertwire.errors import ConfigError
 from expertwire.hca.ring import entries, read_rings, ring_lines, write_ring
 from expertwire.hca.wqe import DataSegment, Wqe

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..client.inputs import InputCheck
+from ..client.routing import expert_table
 from ..device_structs import (
     LOST_DISCONNECTED,
     STAGE_NAMES,
@@ -28,11 +30,9 @@ from ..errors import (
     ServerLostError,
     WaitTimeout,
 )
-from ..inputs import InputCheck
 from ..message import DATA_TYPES, REASON_TEXT, Reason, SlotShape, dtype_of
-from ..routing import expert_table
 from ..target import GpuTarget
-from ..trace_device import stamps_for
+from ..trace.device import stamps_for
 from .flight import MAX_FAILOVERS, GpuFlight
 from .pinned import PinnedBuffer
 

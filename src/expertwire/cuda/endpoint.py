@@ -6,9 +6,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from ..connection import Endpoint
+from ..control.connection import Endpoint
+from ..control.handles import ConnectionHandle, MemoryHandle, WireHandle
 from ..device_structs import IbgdaPeer
-from ..handles import ConnectionHandle, MemoryHandle
 from ..hca.ring import write_ring
 from ..target import Block
 from .hca import GpuHca
@@ -21,10 +21,11 @@ class GpuEndpoint(Endpoint):
     _placed: list[Block]
 
     def connect(
-        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int]
+        self, connection: ConnectionHandle, memory: MemoryHandle, fds: Sequence[int],
+        wire: WireHandle | None = None,
     ) -> None:
         """As `Endpoint.connect`; then everything that kernels read is placed on the GPU."""
-        super().connect(connection, memory, fds)
+        super().connect(connection, memory, fds, wire)
         target = self.hca.target
         for state in self._qp_states:
             state.scope = target.scope

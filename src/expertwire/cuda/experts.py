@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from ..errors import ConfigError
-from ..experts import DEFAULT_GATES
 from ..message import DATA_TYPES
+from ..server.experts import DEFAULT_GATES
 from .compile import require
 
 
@@ -153,7 +153,7 @@ class GpuExperts:
         Raises CheckpointError for a family that cannot be plugged, ConfigError for a model that is
         not on a GPU.
         """
-        from ..checkpoint import pluggable
+        from ..model.checkpoint import pluggable
 
         modules = [module for _, module in pluggable(model)]
         parts = [

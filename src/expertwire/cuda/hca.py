@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from ..control.memory import ACCESS_REMOTE_WRITE, MemoryRegion
 from ..device_structs import GpuHcaArgs, HcaKey, HcaQueue
 from ..errors import HandleError, HcaError
 from ..hca.interface import QpInfo
 from ..hca.soft import CQ_COLLAPSED, CQ_OVERRUN_IGNORE, STATE_ERR, STATE_RESET, STATE_RTS
-from ..memory import ACCESS_REMOTE_WRITE, MemoryRegion
 from ..target import Block, GpuTarget
 from .ipc import Exported, Imported
 from .memory import GpuWords
@@ -224,6 +224,7 @@ class GpuHca:
     keeps the order of writes. For several threads.
     """
 
+    network = False
     relaxed_ordering = False
     pointer = 0  # the fiber scheduler does not drive this one
     pd = 1

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import trace
 from ..message import ReplyMode, SlotShape
+from ..trace import recorder as trace
 from .client import GpuClient, Peer
 from .experts import GpuExperts
 from .layers import GpuLayers

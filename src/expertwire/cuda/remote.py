@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from .. import trace
-from ..control import Channel, connect_unix, load_token
+from ..client.link import DATA_PROTOCOL
+from ..control.frames import Channel, connect_unix, load_token
 from ..device_structs import SIGNAL_WRITE
 from ..errors import ConfigError, ExpertwireError, NoServerError, ProtocolError, WaitTimeout
-from ..link import DATA_PROTOCOL
-from ..membership import Members, Membership, ServerInfo
 from ..message import ReplyMode, SlotShape, dtype_of
+from ..registry.membership import Members, Membership, ServerInfo
+from ..trace import recorder as trace
 from .client import GpuClient, Peer
 from .hca import GpuHca
 from .layers import GpuLayers
 from .service import MEMORY_KIND, device_name
 from .slots import Slots, make_slots
 
-log = logging.getLogger("expertwire.client")
+log = logging.getLogger("expertwire.client.client")
 
 LEAVE_SECONDS = 5.0
 

@@ -23,7 +23,7 @@ from ..device_structs import (
 from ..errors import ConfigError, ExpertwireError
 from ..message import DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape
 from ..target import GpuTarget
-from ..trace_device import Call, stamps_for
+from ..trace.device import Call, stamps_for
 from .experts import GpuExperts
 from .passes import Passes
 

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from .. import trace
-from ..checkpoint import load_parts
-from ..client_link import check_request, refuse
 from ..config import ServerConfig
-from ..control import Channel, listen_unix, load_token
+from ..control.frames import Channel, listen_unix, load_token
 from ..errors import ConfigError, ExpertwireError, ProtocolError, WaitTimeout
-from ..membership import Lease
 from ..message import ReplyMode, SlotShape
+from ..model.checkpoint import load_parts
+from ..registry.membership import Lease
+from ..server.client_link import check_request, refuse
+from ..trace import recorder as trace
 from .experts import GpuExperts
 from .hca import GpuHca
 from .server import GpuServer
 from .slots import make_slots
 
-log = logging.getLogger("expertwire.server")
+log = logging.getLogger("expertwire.server.server")
 
 HANDSHAKE_SECONDS = 5.0
 CLOSE_SECONDS = 15.0

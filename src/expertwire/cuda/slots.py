@@ -11,10 +11,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from ..client.link import parse_hex
+from ..control.handles import ConnectionHandle, MemoryHandle
 from ..errors import HandleError
-from ..handles import ConnectionHandle, MemoryHandle
 from ..hca.interface import Hca
-from ..link import parse_hex
 from .endpoint import GpuEndpoint
 from .hca import GpuHca
 from .ipc import Exported, Imported

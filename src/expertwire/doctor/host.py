@@ -13,8 +13,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..channel import parse_address
-from ..credentials import MIN_TOKEN_BYTES, load_token, token_path
+from ..control.channel import parse_address
+from ..control.credentials import MIN_TOKEN_BYTES, load_token, token_path
 from ..errors import AuthError, ConfigError, ExpertwireError
 from .findings import Finding, Roots
 
@@ -45,7 +45,7 @@ def work_queue() -> list[Finding]:
 
 
 def _put() -> float:
-    from ..connection import Endpoint
+    from ..control.connection import Endpoint
     from ..device_structs import IbgdaOperation, IbgdaRunArgs, KernelStatus
     from ..hca import open_hca
     from ..launch import Launch, hca_array
@@ -83,7 +83,7 @@ def _put() -> float:
 
 def sockets() -> list[Finding]:
     """An authenticated data connection of this user, and the registry's default port."""
-    from ..control import UnixListener, connect_unix
+    from ..control.frames import UnixListener, connect_unix
 
     token = secrets.token_bytes(MIN_TOKEN_BYTES)
     try:
@@ -111,7 +111,7 @@ def _port(address: str) -> Finding:
         else:
             return Finding("cpu", "registry port", "ok", f"{address} is free")
     try:
-        from ..question import ask
+        from ..registry.question import ask
 
         epoch = ask(address, load_token(create=False), {"type": "status"}, timeout=1.0)["epoch"]
         return Finding("cpu", "registry port", "ok", f"a registry of ours is at {address}, "

@@ -35,10 +35,10 @@ def job() -> dict[str, Any]:
     """Registry, server and client in this process: a batch there and back."""
     import torch
 
-    from ..client import Client
-    from ..echo import EchoShard, echo_model
-    from ..registry import Registry
-    from ..server import Server
+    from ..client.client import Client
+    from ..registry.registry import Registry
+    from ..server.echo import EchoShard, echo_model
+    from ..server.server import Server
 
     token = b"a token of the doctor's own"
     model = echo_model(64, "float32")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..memory import MemoryRegion
+from ..control.handles import WireHandle
+from ..control.memory import MemoryRegion
 
 
 class QpInfo(ctypes.Structure):
@@ -35,6 +36,8 @@ class Window(Protocol):
 
     fd: int
 
+    @property
+    def wire(self) -> WireHandle: ...  # of HCAs with `network` only
     def publish(self, mr: MemoryRegion, fd_idx: int, fd_offset: int = 0) -> int: ...
     def revoke(self, rkey: int, timeout: float = 1.0) -> None: ...
     def watch(self, slots_addr: int, slot_bytes: int, num_slots: int) -> None: ...
@@ -66,6 +69,8 @@ class Hca(Protocol):
 
     pointer: int
     wake_fd: int
+    network: bool  # peers are on other hosts: connect_peer instead of import_peer
+    scheme: str  # with `network`: of the addresses of servers that are reached through it
     relaxed_ordering: bool  # writes may land in another order than they were posted
 
     def alloc(self, num_bytes: int) -> Memory: ...
@@ -73,6 +78,7 @@ class Hca(Protocol):
     def revoke(self, mr: MemoryRegion, timeout: float = 0.2) -> None: ...
     def create_window(self) -> Window: ...
     def import_peer(self, window_fd: int, wake_fd: int, region_fds: Sequence[int]) -> Peer: ...
+    def connect_peer(self, window: Any, wire: WireHandle) -> Peer: ...
     def create_qp(self, depth: int = 1024) -> QueuePair: ...
     def poll(self, max_wqes: int = 256) -> int: ...
     def kick(self) -> None: ...

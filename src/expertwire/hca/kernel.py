@@ -11,9 +11,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from ..control.memory import Buffer, MemoryRegion
 from ..device_structs import GpuHcaArgs, HcaKey, HcaQueue
 from ..errors import HcaError
-from ..memory import Buffer, MemoryRegion
 from ..target import Closable, Target
 from .interface import QpInfo
 from .soft import CQ_COLLAPSED, CQ_OVERRUN_IGNORE, STATE_ERR, STATE_RESET, STATE_RTS
@@ -178,6 +178,8 @@ class KernelHca:
 
     blocks, warps: geometry of the kernel; on a GPU a block takes a multiprocessor while it runs.
     """
+
+    network, scheme = False, ""
 
     def __init__(self, target: Target, *, blocks: int = 1, warps: int = 1):
         self._target = target

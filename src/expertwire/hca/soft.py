@@ -10,9 +10,9 @@ from ctypes import POINTER, byref, c_int, c_uint32, c_uint64, c_void_p
 from types import SimpleNamespace
 
 from .._native import declare
+from ..control.memory import Buffer, MemoryRegion
 from ..errors import HcaError
 from ..launch import last_error
-from ..memory import Buffer, MemoryRegion
 from .interface import QpInfo
 from .wqe import OPCODE_NAMES
 
@@ -259,12 +259,12 @@ class SoftHca(_Handle):
     """
 
     _what = "HCA"
+    network, scheme = False, ""
 
     def __init__(self, *, thread: bool = True, spin: bool = False):
         super().__init__()
         self._call = _calls()
-        flags = (1 if thread else 0) | (2 if spin else 0)
-        _check(self._call.create(flags, byref(self._pointer)), "opening the soft HCA")
+        self._open((1 if thread else 0) | (2 if spin else 0))
         self.wake_fd = self._call.wake_fd(self.handle)
         pd = c_uint32()
         _check(self._call.pd(self.handle, byref(pd)), "allocating a protection domain")
@@ -272,6 +272,9 @@ class SoftHca(_Handle):
         self._hook = None
         self.relaxed_ordering = False  # writes may pass each other (only with set_faults)
         self._words: dict[int, tuple] = {}
+
+    def _open(self, flags: int) -> None:
+        _check(self._call.create(flags, byref(self._pointer)), "opening the soft HCA")
 
     @property
     def pointer(self) -> int:

@@ -70,4 +70,5 @@ void flush_posted(ew_qp* qp) {
   }
   if (qp->ci > qp->pi) qp->ci = qp->pi;
   qp->progress = 0;
+  if (qp->wire) wire_flushed(qp);
 }

@@ -83,7 +83,8 @@ u32 run_queue(ew_qp* qp, u32 max_wqes, bool* stalled) {
   look_at_doorbells(qp);
   while (done < max_wqes && bytes < kPieceBytes) {
     u64 moved = 0;
-    const Step step = execute_next(qp, kPieceBytes - bytes, &moved);
+    const Step step =
+        qp->wire ? wire_step(qp, kPieceBytes - bytes, &moved) : execute_next(qp, kPieceBytes - bytes, &moved);
     if (step == Step::kStalled) *stalled = true;
     if (step != Step::kProgress) break;
     ++done, bytes += moved;
@@ -120,6 +121,7 @@ EW_API int ew_hca_destroy(ew_hca* hca) {
                      hca->windows.size(), hca->num_peers);
   }
   stop_thread(hca);
+  if (hca->wire) wire_close(hca);
   close(hca->wake_fd);
   close(hca->woken_fd);
   delete hca;
@@ -130,7 +132,7 @@ EW_API int ew_hca_destroy(ew_hca* hca) {
 EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
   std::unique_lock guard(hca->lock, std::try_to_lock);
   if (!guard.owns_lock()) return -EBUSY;
-  u32 done = 0;
+  u32 done = hca->wire ? wire_progress(hca) : 0;
   bool stalled = false;
   const size_t num_qps = hca->qps.size();
   // Always one queue; the others only while no other call waits for the lock.
@@ -145,6 +147,7 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
   hca->held_up.store(stalled, std::memory_order_relaxed);
   if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
   if (hca->num_watched) done += take_immediates(hca);
+  if (hca->wire && done == 0) wire_idle(hca);
   if (hca->completed) {
     hca->completed = false;
     wake_self(hca);
@@ -221,6 +224,7 @@ EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
     return ew_fail(-ENOTCONN, "queue pair %#x has no peer yet", qp->info.qpn);
   if (state == kReset) {
     land_all(qp);
+    if (qp->wire) wire_reset(qp);
     qp->pi = qp->ci = qp->num_cqe_written = qp->progress = qp->rnr_since_ns = 0;
     qp->first_syndrome = 0, qp->first_error_idx = 0, qp->cq_error = false;
     qp->last_record = 0, qp->last_register[0] = qp->last_register[1] = 0, qp->last_proxy = 0;
@@ -244,6 +248,7 @@ EW_API int ew_qp_connect(ew_qp* qp, ew_peer* peer, u32 remote_qpn) {
       return ew_fail(-EINVAL, "queue pair %#x cannot be connected in state %u", qp->info.qpn, qp->state);
     qp->peer = peer, qp->remote_qpn = remote_qpn;
     ++peer->num_qps;
+    if (peer->endpoint) wire_connect(qp);
   }
   for (u32 state = static_cast<u32>(ew_qp_state(qp)) + 1; state <= kRts; ++state)
     if (int error = ew_qp_modify(qp, state)) return error;
@@ -266,6 +271,7 @@ EW_API void ew_qp_indices(ew_qp* qp, u64* pi, u64* ci) {
 EW_API void ew_qp_destroy(ew_qp* qp) {
   std::unique_lock guard(qp->hca->lock);
   land_all(qp);
+  if (qp->wire) wire_disconnect(qp);
   auto& all = qp->hca->qps;
   all.erase(std::remove(all.begin(), all.end(), qp), all.end());
   if (qp->peer) --qp->peer->num_qps;

@@ -7,6 +7,7 @@
 //   soft_memory.cpp   keys, windows (what a peer may touch), mapped peers
 //   soft_receive.cpp  receives of writes with immediate
 //   soft_wait.cpp     the engine thread, waiting and waking
+//   wire*.cpp         peers on other hosts, through UCX
 //   soft_fault.cpp    for tests: a path that cuts, delays, reorders, doubles or drops writes
 //
 // One lock guards a context. Whoever holds it is the engine: its own thread, a thread that waits
@@ -25,6 +26,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+using i32 = int;
 
 #define EW_API extern "C" __attribute__((visibility("default")))
 
@@ -63,6 +65,10 @@ struct WindowPage {
 };
 
 struct ew_hca;
+struct ew_peer;
+struct Wire;       // wire.hpp: peers on other hosts
+struct WireQueue;
+struct Stream;
 
 struct Mkey {
   u32 pd, access;
@@ -77,6 +83,10 @@ struct ew_window {
   u32 lkeys[kMaxWindowKeys] = {};       // the registration behind each entry
   u64 slots_addr = 0, slot_bytes = 0;   // whose flags the peer's immediates set
   u32 num_slots = 0;                    // 0: none, the caller takes the completions
+  // For a peer on another host:
+  u64 wire_id = 0;                      // what its frames must name
+  ew_peer* pair = nullptr;              // whom acknowledgements go to
+  std::unordered_map<u32, Stream>* streams = nullptr;  // by the peer's queue pair
 };
 
 struct Mapping {
@@ -92,6 +102,10 @@ struct ew_peer {
   bool lost;
   bool touched;  // a word (a flag, a counter) of the peer changed: it may want to be woken
   u32 num_qps;
+  // On another host; page is null then, and there are no regions:
+  void* endpoint = nullptr;    // UCX's
+  u64 wire_id = 0;             // of its window
+  ew_window* pair = nullptr;   // what it sends to
 };
 
 struct ew_qp_info {
@@ -144,6 +158,7 @@ struct ew_qp {
   u64 num_turns;
   void* owned;            // memory to free, if we allocated it
   u64 owned_bytes;
+  WireQueue* wire = nullptr;  // its peer is on another host
 };
 
 struct ew_hca_stats {
@@ -202,6 +217,7 @@ struct ew_hca {
   bool faulty = false;
   ew_fault_plan faults = {};
   u64 fault_state = 0;  // of the random numbers
+  Wire* wire = nullptr;
 
   std::thread thread;
   std::atomic<u32> stop{0};
@@ -209,6 +225,7 @@ struct ew_hca {
   std::atomic<u32> asleep{0};
   std::atomic<bool> held_up{false};  // the last look met an entry that has to be tried again
   bool never_sleeps = false;  // doorbells come from a GPU, which cannot kick
+  std::atomic<bool> polled{false};  // what is waited for is written by an adapter, which wakes nobody
 };
 
 constexpr u64 kPieceBytes = 256 << 10;  // bytes one queue may move before the others get a turn
@@ -227,6 +244,8 @@ bool find_local(ew_hca* hca, u32 pd, u32 lkey, u64 addr, u64 num_bytes, u32 acce
 // Pins the region (in_use) until release_remote; null if the peer does not allow the access.
 WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 access, u8** out);
 void release_remote(WindowKey* key);
+// The same for memory of our own that a window's peer names.
+u8* find_own(ew_window* window, u32 rkey, u64 addr, u64 num_bytes, u32 access);
 void revoke_entry(WindowKey* key);
 bool wait_unused(const WindowKey* key, u64 deadline_ns);
 
@@ -237,6 +256,24 @@ u32 take_immediates(ew_hca* hca);
 void send_in_pieces(ew_qp* qp, const Segment* list, u32 count, u32 rkey, u64 addr);
 u32 land_some(ew_qp* qp);  // returns how many landed, at least 1 while some are under way
 void land_all(ew_qp* qp);
+
+// wire*.cpp; all but the first need a context with a wire
+void wire_connect(ew_qp* qp);
+void wire_disconnect(ew_qp* qp);
+void wire_reset(ew_qp* qp);
+Step wire_step(ew_qp* qp, u64 max_bytes, u64* moved);
+void wire_flushed(ew_qp* qp);
+u32 wire_progress(ew_hca* hca);
+void wire_idle(ew_hca* hca);                       // nothing to do: what is due after a while
+bool wire_settle(ew_hca* hca, u64 addr, u64 num_bytes, u64 deadline_ns);  // until no frame reads from there
+bool wire_arm(ew_hca* hca);                        // true: event_fd will tell of the next event
+void wire_close_window(ew_window* window);
+void wire_close_peer(ew_peer* peer);
+int wire_event_fd(const ew_hca* hca);
+void wire_sleep(ew_hca* hca, u32 kicks);
+void wire_kick(ew_hca* hca);
+void wire_add_waiter(ew_hca* hca, int change);
+void wire_close(ew_hca* hca);
 
 // soft_wait.cpp
 void start_thread(ew_hca* hca);

@@ -80,7 +80,12 @@ EW_API int ew_hca_revoke(ew_hca* hca, u32 key, u64 timeout_ns) {
   {
     // Our engine works in pieces under this lock: nothing local uses the key while we hold it.
     std::lock_guard guard(hca->lock);
-    if (!hca->mkeys.erase(key)) return ew_fail(-ENOENT, "key %#x is not registered", key);
+    const auto found = hca->mkeys.find(key);
+    if (found == hca->mkeys.end()) return ew_fail(-ENOENT, "key %#x is not registered", key);
+    const Mkey mkey = found->second;
+    hca->mkeys.erase(found);
+    if (hca->wire && !wire_settle(hca, mkey.addr, mkey.length, monotonic_ns() + timeout_ns))
+      return ew_fail(-ETIMEDOUT, "a frame that reads from the memory is still under way; do not reuse it");
     for (ew_window* window : hca->windows)
       for (u32 i = 0; i < kMaxWindowKeys; ++i)
         if (window->lkeys[i] == key) revoke_entry(&window->page->keys[i]);
@@ -167,7 +172,10 @@ EW_API int ew_window_revoke(ew_window* window, u32 rkey, u64 timeout_ns) {
   for (u32 i = 0; i < num_entries(page); ++i) {
     WindowKey* key = &page->keys[i];
     if (key->key != rkey || !key->valid) continue;
-    revoke_entry(key);
+    {
+      std::lock_guard guard(window->hca->lock);  // our own engine stores for peers on other hosts
+      revoke_entry(key);
+    }
     return wait_unused(key, monotonic_ns() + timeout_ns) ? 0 : ew_fail(-ETIMEDOUT, "key %#x is still in use by the peer", rkey);
   }
   return ew_fail(-ENOENT, "key %#x is not in this window", rkey);
@@ -178,6 +186,7 @@ EW_API void ew_window_destroy(ew_window* window) {
     std::lock_guard guard(window->hca->lock);
     auto& all = window->hca->windows;
     all.erase(std::remove(all.begin(), all.end(), window), all.end());
+    if (window->hca->wire) wire_close_window(window);
     if (window->num_slots) --window->hca->num_watched;
   }
   for (u32 i = 0; i < num_entries(window->page); ++i) revoke_entry(&window->page->keys[i]);
@@ -256,6 +265,17 @@ WindowKey* find_remote(ew_peer* peer, u32 rkey, u64 addr, u64 num_bytes, u32 acc
   return nullptr;
 }
 
+u8* find_own(ew_window* window, u32 rkey, u64 addr, u64 num_bytes, u32 access) {
+  const WindowPage* page = window->page;
+  for (u32 i = 0; i < num_entries(page); ++i) {
+    const WindowKey& key = page->keys[i];
+    if (key.key != rkey || __atomic_load_n(&key.valid, __ATOMIC_SEQ_CST) != 1) continue;
+    const bool allowed = (key.access & access) == access && inside(addr, num_bytes, key.base, key.length);
+    return allowed ? reinterpret_cast<u8*>(addr) : nullptr;
+  }
+  return nullptr;
+}
+
 void revoke_entry(WindowKey* key) { __atomic_store_n(&key->valid, 0u, __ATOMIC_SEQ_CST); }
 
 bool wait_unused(const WindowKey* key, u64 deadline_ns) {
@@ -270,6 +290,7 @@ void release_remote(WindowKey* key) { __atomic_fetch_sub(&key->in_use, 1u, __ATO
 
 // Where `remote_addr` is mapped here, for stores without the HCA (do_ibgda = false).
 EW_API int ew_peer_map(ew_peer* peer, u32 rkey, u64 remote_addr, u64 num_bytes, u64* local_addr) {
+  if (peer->endpoint) return ew_fail(-EOPNOTSUPP, "the peer is on another host: its memory cannot be mapped");
   std::lock_guard guard(peer->hca->lock);
   u8* at = nullptr;
   if (!match_key(peer, rkey, remote_addr, num_bytes, kRemoteWrite, &at))
@@ -288,9 +309,13 @@ EW_API void ew_peer_notify(ew_peer* peer) { wake_peer(peer); }
 EW_API int ew_peer_destroy(ew_peer* peer) {
   std::lock_guard guard(peer->hca->lock);
   if (peer->num_qps != 0) return ew_fail(-EBUSY, "%u queue pairs are still connected to the peer", peer->num_qps);
-  for (Mapping& region : peer->regions) munmap(region.addr, region.num_bytes);
-  munmap(peer->page, sizeof(WindowPage));
-  close(peer->wake_fd);
+  if (peer->endpoint) {
+    wire_close_peer(peer);
+  } else {
+    for (Mapping& region : peer->regions) munmap(region.addr, region.num_bytes);
+    munmap(peer->page, sizeof(WindowPage));
+    close(peer->wake_fd);
+  }
   --peer->hca->num_peers;
   delete peer;
   return 0;

@@ -14,6 +14,7 @@
 #include "soft_hca.hpp"
 
 EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes);
+EW_API void ew_hca_kick(ew_hca* hca);
 
 namespace {
 
@@ -21,6 +22,7 @@ constexpr u64 kEngineSpinNs = 20'000;
 // Safety net for doorbells that nobody announced: while there are none, looks become rarer. A look
 // costs some cache misses per queue, and a host may have a hundred engines of a hundred queues.
 constexpr u64 kEngineSleepNs = 5'000'000, kLongestSleepNs = 320'000'000;
+constexpr u64 kPolledSleepNs = 20'000;    // of a waiting thread that nobody wakes
 constexpr u64 kPlainSpinNs = 5'000;        // a spinning thread offers its core this often
 constexpr u32 kPauses = 16;                // between two looks: a sibling hardware thread has work to do
 
@@ -70,7 +72,9 @@ void engine_loop(ew_hca* hca) {
       continue;
     }
     hca->asleep.store(1, std::memory_order_seq_cst);
-    if (hca->kicks.load(std::memory_order_seq_cst) == kicks) futex_wait(&hca->kicks, kicks, sleep_ns);
+    if (hca->wire)
+      wire_sleep(hca, kicks);
+    else if (hca->kicks.load(std::memory_order_seq_cst) == kicks) futex_wait(&hca->kicks, kicks, sleep_ns);
     hca->asleep.store(0, std::memory_order_relaxed);
     // Woken by a kick: spin again for a while. Woken by the safety net: look once.
     const bool kicked = hca->kicks.load(std::memory_order_acquire) != kicks;
@@ -85,6 +89,17 @@ int first_changed(const u64* const* words, const u64* seen, u32 num_words) {
     if (__atomic_load_n(words[i], __ATOMIC_ACQUIRE) != seen[i]) return static_cast<int>(i);
   return -1;
 }
+
+// While it lives the engine thread leaves the network to this one.
+struct Waiter {
+  ew_hca* hca;
+  explicit Waiter(ew_hca* h) : hca(h) {
+    if (hca->wire) wire_add_waiter(hca, 1);
+  }
+  ~Waiter() {
+    if (hca->wire) wire_add_waiter(hca, -1);
+  }
+};
 
 void set_sleeping(ew_hca* hca, u32 value) {
   hca->sleeping.store(value, std::memory_order_seq_cst);
@@ -107,8 +122,7 @@ void start_thread(ew_hca* hca) { hca->thread = std::thread(engine_loop, hca); }
 void stop_thread(ew_hca* hca) {
   if (!hca->thread.joinable()) return;
   hca->stop.store(1, std::memory_order_release);
-  hca->kicks.fetch_add(1, std::memory_order_seq_cst);
-  futex_wake(&hca->kicks);
+  ew_hca_kick(hca);
   hca->thread.join();
 }
 
@@ -122,6 +136,7 @@ static void send_wake(int fd) {
 // The peer stores `sleeping`, fences, and looks at its flags once more; we have stored the flag,
 // fence, and look at `sleeping`: one of us sees the other.
 void wake_peer(ew_peer* peer) {
+  if (!peer->page) return;  // on another host: what arrives there wakes it
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   if (__atomic_load_n(&peer->page->sleeping, __ATOMIC_RELAXED) == 0) return;
   if (__atomic_exchange_n(&peer->page->sleeping, 0u, __ATOMIC_SEQ_CST) == 0) return;
@@ -138,10 +153,17 @@ void wake_self(ew_hca* hca) {
 // New work for the engine thread.
 EW_API void ew_hca_kick(ew_hca* hca) {
   hca->kicks.fetch_add(1, std::memory_order_seq_cst);
-  if (hca->asleep.load(std::memory_order_seq_cst)) futex_wake(&hca->kicks);
+  if (!hca->asleep.load(std::memory_order_seq_cst)) return;
+  if (hca->wire)
+    wire_kick(hca);
+  else
+    futex_wake(&hca->kicks);
 }
 
 EW_API int ew_hca_wake_fd(ew_hca* hca) { return hca->wake_fd; }
+
+// Waiting looks again every 20 us instead of sleeping until somebody wakes it.
+EW_API void ew_hca_set_polled(ew_hca* hca, u32 on) { hca->polled.store(on != 0, std::memory_order_relaxed); }
 
 EW_API void ew_hca_interrupt(ew_hca* hca) {
   hca->interrupted.store(1, std::memory_order_seq_cst);
@@ -155,6 +177,7 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
   const u64 start = monotonic_ns();
   u64 now = start, spin_start = start;
   Spin spin(start);
+  const Waiter waiter(hca);
   for (;;) {
     const int changed = first_changed(words, seen, num_words);
     if (changed >= 0) return changed;
@@ -171,15 +194,23 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
     if (executed == -EBUSY) ew_hca_kick(hca);  // whoever was at it may have passed our queue already
     set_sleeping(hca, 1);
     if (first_changed(words, seen, num_words) < 0 && !hca->interrupted.load(std::memory_order_seq_cst)) {
-      const u64 left_ns = timeout_ns - (now - start < timeout_ns ? now - start : timeout_ns);
-      pollfd fd = {hca->woken_fd, POLLIN, 0};
+      u64 left_ns = timeout_ns - (now - start < timeout_ns ? now - start : timeout_ns);
+      if (hca->polled.load(std::memory_order_relaxed)) left_ns = std::min(left_ns, kPolledSleepNs);
+      pollfd fds[2] = {{hca->woken_fd, POLLIN, 0}, {-1, POLLIN, 0}};
+      bool may_sleep = true;
+      if (hca->wire) {
+        std::lock_guard guard(hca->lock);
+        may_sleep = wire_arm(hca);
+        fds[1].fd = wire_event_fd(hca);
+      }
       const timespec timeout = {static_cast<time_t>(left_ns / 1000000000), static_cast<long>(left_ns % 1000000000)};
-      ppoll(&fd, 1, &timeout, nullptr);
+      if (may_sleep) ppoll(fds, 2, &timeout, nullptr);
       char bytes[256];
       if (recv(hca->woken_fd, bytes, sizeof(bytes), MSG_DONTWAIT) < 0 && errno != EAGAIN)
         return ew_fail(-errno, "reading the wake-up socket failed");
     }
     set_sleeping(hca, 0);
-    spin_start = now = monotonic_ns();
+    now = monotonic_ns();
+    if (!hca->polled.load(std::memory_order_relaxed)) spin_start = now;  // woken: it spins again
   }
 }

@@ -202,7 +202,7 @@ void trace_after(const ew_step& step, ew_hca* hca, u64 begin_ns, u64 end_ns) {
 
 }  // namespace ew
 
-// Maps the file, which trace.py made with its header filled in, and begins to write to it.
+// Maps the file, which trace/recorder.py made with its header filled in, and begins to write to it.
 EW_API int ew_trace_open(int fd, u64 num_bytes) {
   if (ew::tracing()) return ew_fail(-EBUSY, "this process traces already");
   void* map = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

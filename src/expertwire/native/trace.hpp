@@ -1,5 +1,5 @@
 // What happened when, as records in a file that is mapped: what was written before a kill -9 stays.
-// trace.py opens it, trace_file.py reads it (and spells the layout once more; a test compares sizes).
+// trace/recorder.py opens it, trace/file.py reads it (and spells the layout once more; a test compares sizes).
 //
 // Off, a traced place costs one load and a branch; on, a record is 160 bytes stored and one or two
 // clock readings.
@@ -29,7 +29,7 @@ enum TraceKind : unsigned {
   kTraceTaken = 6,     // a request was taken into a server's batch
   kTraceReplied = 7,   // a reply that a server sent
   kTraceSpan = 8,      // a span with a name of the caller's, in `wqe`
-  kTraceDevice = 9,    // a stage of a device's stream, by its own stamps (trace_device.py)
+  kTraceDevice = 9,    // a stage of a device's stream, by its own stamps (trace/device.py)
 };
 enum TraceStage : unsigned {
   kTraceOther = 0, kTraceRoute = 1, kTracePack = 2, kTracePut = 3, kTraceWait = 4, kTraceCombine = 5, kTracePoll = 6,

@@ -10,7 +10,7 @@
 
 struct ew_peer;  // soft_hca.hpp
 
-// Durations of one stage; ew_times and ew_counters are read by stats.py as they are.
+// Durations of one stage; ew_times and ew_counters are read by observe/stats.py as they are.
 constexpr u32 kRing = 4096;
 struct ew_ring {
   u64 count, total_ns;
@@ -26,7 +26,7 @@ struct ew_counters {  // what a client exchanged with one server
   ew_ring durations;
 };
 
-// The three below are spelled once more in trip.py and batch.py; a test compares the sizes.
+// The three below are spelled once more in client/trip.py and server/batch.py; a test compares the sizes.
 struct ew_flight {  // one slot index at every server
   ew_step* send;     // route, pack, put
   ew_step* combine;

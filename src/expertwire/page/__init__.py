@@ -14,13 +14,13 @@ import time
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ..registry_status import snapshot
-from ..reports import is_number
-from ..status_tables import fields, number, sum_of, text
-from ..web import Route, WebServer
+from ..observe.reports import is_number
+from ..observe.status_tables import fields, number, sum_of, text
+from ..observe.web import Route, WebServer
+from ..registry.facts import snapshot
 
 if TYPE_CHECKING:
-    from ..registry import Registry
+    from ..registry.registry import Registry
 
 FRESH_SECONDS = 0.25  # one look at the registry serves all readers for so long
 FILES = {"/": ("index.html", "text/html"), "/page.js": ("page.js", "text/javascript"),

@@ -6,7 +6,7 @@ import pytest
 from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, peers
 
-from expertwire.registry import Registry
+from expertwire.registry.registry import Registry
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import time
 import pytest
 from tests.registry_peers import TOKEN, Peer, ends, model_facts, peers, raw_tcp, server_facts
 
-from expertwire import roster
 from expertwire.errors import ConfigError, ProtocolError, WaitTimeout
-from expertwire.registry import Registry
+from expertwire.registry import roster
+from expertwire.registry.registry import Registry
 
 
 def names(message: dict) -> list[str]:
@@ -256,7 +256,7 @@ def test_status_names_clients_and_fits_a_message(peer, monkeypatch):
     assert status["servers"][0]["stats"]
     assert status["uptime_s"] >= 0
     json.dumps(status)
-    monkeypatch.setattr("expertwire.channel.MAX_FRAME_BYTES", 20_000)
+    monkeypatch.setattr("expertwire.control.channel.MAX_FRAME_BYTES", 20_000)
     status = asker.ask("status")
     assert status["servers"][0]["stats"] == {}
     assert status["stats_left_out"] is True

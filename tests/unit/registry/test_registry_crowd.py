@@ -10,9 +10,10 @@ import time
 import pytest
 from tests.registry_peers import TOKEN, Peer, ends, model_facts, peers, raw_tcp, server_facts
 
-from expertwire import control, registry
+from expertwire.control import frames as control
 from expertwire.errors import AuthError, ProtocolError
-from expertwire.registry import Registry
+from expertwire.registry import registry
+from expertwire.registry.registry import Registry
 
 
 def test_64_servers_and_64_watchers_at_once(reg):

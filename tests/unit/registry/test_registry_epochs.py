@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from tests.registry_peers import TOKEN, peers, server_facts
 
-from expertwire import roster
 from expertwire.errors import ConfigError
-from expertwire.registry import Registry
+from expertwire.registry import roster
+from expertwire.registry.registry import Registry
 
 
 def test_epochs_only_grow_and_change_with_every_change(peer):

@@ -7,8 +7,8 @@ import time
 import pytest
 from tests.registry_peers import TOKEN, peers, server_facts
 
-from expertwire import moves
-from expertwire.registry import Registry
+from expertwire.registry import moves
+from expertwire.registry.registry import Registry
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 import pytest
 from tests.registry_peers import model_facts
 
-from expertwire import roster
+from expertwire.registry import roster
 
 
 @pytest.mark.parametrize("num_servers", [1, 3, 5, 7])

@@ -13,11 +13,13 @@ import pytest
 from tests.followers import Follower
 from tests.registry_peers import TOKEN, Peer, ends, server_facts
 
-from expertwire import control, registry, tls
-from expertwire.channel import Channel
+from expertwire.control import frames as control
+from expertwire.control import tls
+from expertwire.control.channel import Channel
 from expertwire.errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
-from expertwire.membership import Lease, ask
-from expertwire.registry import Registry
+from expertwire.registry import registry
+from expertwire.registry.membership import Lease, ask
+from expertwire.registry.registry import Registry
 
 SHIPPED = Path(__file__).parents[2] / "tls"
 
@@ -196,7 +198,7 @@ def test_files_that_cannot_be_used(files, monkeypatch):
 
 
 def test_the_environment_and_the_command_line_name_the_files(files, monkeypatch):
-    from expertwire.cli import tls_files
+    from expertwire.cli.app import tls_files
 
     for name in (tls.CERT, tls.KEY, tls.CA):
         monkeypatch.setenv(name, "")

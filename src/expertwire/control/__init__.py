@@ -1,0 +1,1 @@
+"""The control plane between processes: frames, authentication, handshakes, shared memory."""

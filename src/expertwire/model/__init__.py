@@ -1,0 +1,1 @@
+"""Checkpoints: which weights belong to which expert, and the layer in plain torch."""

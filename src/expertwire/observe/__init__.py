@@ -1,0 +1,1 @@
+"""What a system is doing: reports, status, metrics, the registry's page."""

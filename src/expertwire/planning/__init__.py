@@ -1,0 +1,1 @@
+"""How many servers a model needs, and what a step will take."""

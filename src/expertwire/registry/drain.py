@@ -1,0 +1,64 @@
+"""`expertwire drain`: ask a server to leave, and wait until it has left with nothing lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from ..control.frames import load_token
+from ..errors import ExpertwireError, WaitTimeout
+from ..observe.status_tables import expert_ranges
+from .question import ask
+
+LOOK_SECONDS = 0.1
+
+
+def run_drain(registry: str, server: str, *, timeout: float, quiet: bool = False) -> dict[str, Any]:
+    """Drains a server (its id, or its seat) and waits until it is no member any more.
+
+    Its clients route around it at once where others hold its experts, and let go of it when
+    nothing is in flight; then its process ends with exit code 0. Raises ConfigError if there is no
+    such server, WaitTimeout if it is still there after `timeout` seconds: it goes on draining.
+    """
+    token = load_token(create=False)
+    start = time.monotonic()
+    server_id = ask(registry, token, {"type": "drain", "server_id": server})["server_id"]
+    said = ""
+    while True:
+        servers = {s["server_id"]: s for s in _status(registry, token, start + timeout)["servers"]}
+        seconds = time.monotonic() - start
+        if server_id not in servers:
+            break
+        why = _what_it_waits_for(server_id, servers)
+        if not quiet and why != said:
+            print(f"{server_id} {why}", file=sys.stderr, flush=True)
+            said = why
+        if seconds > timeout:
+            raise WaitTimeout(
+                f"server {server_id} is still there after {timeout:g} s: it {why}; it leaves as "
+                "soon as it can", "drain", server_id,
+            )
+        time.sleep(LOOK_SECONDS)
+    if not quiet:
+        print(f"{server_id} left after {seconds:.1f} s")
+    return {"server_id": server_id, "seconds": round(seconds, 3)}
+
+
+def _status(registry: str, token: bytes, deadline: float) -> dict:
+    """A registry that restarts meanwhile is asked again until the deadline."""
+    while True:
+        try:
+            return ask(registry, token, {"type": "status"})
+        except ExpertwireError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_SECONDS)
+
+
+def _what_it_waits_for(server_id: str, servers: dict[str, dict]) -> str:
+    elsewhere = {e for s in servers.values() if not s["draining"] for e in s["experts"]}
+    alone = sorted(set(servers[server_id]["experts"]) - elsewhere)
+    if alone:
+        return f"serves on: nobody else holds expert {expert_ranges(alone)}; start a replica"
+    return "waits for its clients to let go of it"

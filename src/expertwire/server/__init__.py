@@ -1,0 +1,1 @@
+"""An expert server: take messages, batch them, run experts, reply."""
