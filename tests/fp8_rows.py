@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from expertwire.reference import dequantise_fp8
 
 from expertwire.device_structs import ClientQuantiseArgs
 from expertwire.message import DATA_TYPES, FP8_BLOCK
+from expertwire.model.reference import dequantise_fp8
 
 SIZES = [1, 64, 128, 300, 2880, 7170]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]

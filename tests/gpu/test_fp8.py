@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expertwire.reference import dequantise_fp8, quantise_fp8
 
 from expertwire.cuda.local import LocalExperts
+from expertwire.model.reference import dequantise_fp8, quantise_fp8
 from expertwire.target import CpuTarget
 from tests import fp8_rows
 from tests.gpu.servers import Servers, batch

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from expertwire import trace
 from expertwire.cuda.local import LocalExperts
+from expertwire.trace import recorder as trace
 from tests import chrome_trace
 from tests.chrome_trace import slices
 from tests.gpu.servers import Servers, batch

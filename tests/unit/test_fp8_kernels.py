@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expertwire.reference import quantise_fp8
 from tests import fp8_rows
 from tests.steps import make_step
 
+from expertwire.model.reference import quantise_fp8
 from expertwire.target import CpuTarget
 
 
