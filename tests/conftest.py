@@ -32,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="batches that tests/system/test_slot_reuse.py sends through one slot (default 300)",
     )
     parser.addoption(
+        "--ray", action="store_true",
+        help="run tests/cluster/test_ray.py: a Ray cluster of several nodes on this host (minutes)",
+    )
+    parser.addoption(
         "--require-oracles", action="store_true",
         help="an oracle of tests/oracles that is not installed is a failure, not a skip",
     )

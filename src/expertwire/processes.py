@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from .chaos.zygote import ForkedProcess, Zygote
@@ -40,10 +40,12 @@ class ChildProcess:
 
     def __init__(
         self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None,
-        zygote: Zygote | None = None,
+        zygote: Zygote | None = None, on_line: Callable[[str], None] | None = None,
     ):
-        """zygote: a warm process to fork it from; None: a new interpreter."""
+        """zygote: a warm process to fork it from; None: a new interpreter. on_line: called with
+        each line that it says, from a thread."""
         self.name = name
+        self._on_line = on_line
         self.lines: list[str] = []
         self._ready: queue.Queue[str | None] = queue.Queue()
         variables = {**(env or {}), PARENT_PIPE: "1"}
@@ -65,6 +67,8 @@ class ChildProcess:
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
             del self.lines[:-1000]
+            if self._on_line is not None:
+                self._on_line(self.lines[-1])
             self._ready.put(line)
         self._ready.put(None)
 
@@ -130,9 +134,10 @@ class ChildGroup(contextlib.AbstractContextManager):
         self.zygote = zygote
 
     def start(
-        self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None
+        self, name: str, arguments: Sequence[str], env: dict[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
     ) -> ChildProcess:
-        child = ChildProcess(name, arguments, env, self.zygote)
+        child = ChildProcess(name, arguments, env, self.zygote, on_line)
         self.children.append(child)
         return child
 

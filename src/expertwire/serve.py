@@ -64,7 +64,9 @@ def make_server(
         raise ConfigError("--device cuda serves clients of this host: leave --hca at soft")
     info = inspect_model(model)
     if experts == "auto":
-        ids = Lease.plan(registry, token, info.as_dict(), num_servers=num_auto_servers)
+        # As it will register: one that computes in another dtype than the others is refused.
+        facts = info.as_dict() | ({"dtype": dtype} if dtype else {})
+        ids = Lease.plan(registry, token, facts, num_servers=num_auto_servers)
     elif experts == "all":
         ids = list(range(info.num_experts))
     else:

@@ -245,10 +245,18 @@ def status(
     = 1.0,
     looks: Annotated[int | None, typer.Option(min=1, help="with --watch: end after so many")]
     = None,
+    cluster: Annotated[str | None, typer.Option(metavar="NAME", help="of `expertwire up`: its "
+                                                "processes, and its registry")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the servers and clients of a registry."""
     from ..observe.status import show_status, watch_status
+
+    if cluster:
+        from ..cluster.cli import show_cluster
+
+        show_cluster(cluster, as_json)
+        return
 
     if watch:
         watch_status(registry, seconds=every, looks=looks, as_json=as_json)
@@ -386,6 +394,3 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
-
-
-from . import observe as cli_observe  # noqa: E402, F401  (register their commands on `app`)

@@ -1,0 +1,1 @@
+"""A registry and expert servers from one YAML file: on this host, or on a Ray cluster."""

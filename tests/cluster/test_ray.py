@@ -1,0 +1,120 @@
+"""`expertwire up --on ray` on a real Ray cluster of several nodes: with `--ray` only (minutes)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from expertwire.demo import demo_model_path
+from tests.cluster import ray_cluster
+from tests.cluster.marked import Marked
+
+pytestmark = [pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wanted(request):
+    if not request.config.getoption("--ray"):
+        pytest.skip("runs with --ray only")
+
+
+@pytest.fixture(scope="module")
+def nodes(_wanted):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        with ray_cluster.ray_nodes(2, num_cpus=4) as cluster:
+            yield cluster
+    finally:
+        patch.undo()
+
+
+@pytest.fixture
+def manage(nodes, tmp_path, monkeypatch):
+    """expertwire.cluster.manage with a state folder of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    from expertwire.cluster import manage
+
+    return manage
+
+
+@pytest.fixture
+def marked():
+    """The mark of a cluster's processes: none of them is there afterwards."""
+    mark = Marked()
+    yield mark
+    mark.check_gone()
+
+
+def write_config(tmp_path, nodes, marked, *, ray: str = "", count: int = 3) -> str:
+    file = tmp_path / "moe.yaml"
+    file.write_text(f"""
+model: {demo_model_path()}
+registry: {{listen: "127.0.0.1:{ray_cluster.free_port()}"}}
+servers: {{count: {count}, dtype: float32, threads: 1}}
+ray: {{address: "{nodes.address}"{ray}}}
+{marked.env}
+""")
+    return str(file)
+
+
+def processes(facts: dict) -> dict[str, dict]:
+    return {p["name"]: p for p in facts["processes"]}
+
+
+def wait_serving(manage, count: int, gone=(), seconds: float = 180.0) -> dict[str, dict]:
+    """Until so many servers are listed and say that they serve, none with a pid of `gone`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        name, backend = manage.find_cluster(None, None)
+        found = processes(manage.report(name, backend))
+        serving = [p for p in found.values() if p["experts"] and p["state"] == "serving"
+                   and p["pid"] not in gone]
+        if len(serving) >= count:
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+def test_a_lost_node_a_crash_and_another_number_of_servers(nodes, manage, marked, tmp_path,
+                                                           token):
+    facts = manage.up(write_config(tmp_path, nodes, marked), "ray", timeout=240)
+    try:
+        before = processes(facts)
+        assert sorted(before) == ["registry", "server-0", "server-1", "server-2"]
+        places = {n: ray_cluster.node_of(nodes, before[n]["pid"])
+                  for n in before if n != "registry"}
+        assert len(set(places.values())) == 2, "spread over both nodes"
+        with ray_cluster.Decoding(facts["registry"], token) as decoding:
+            decoding.wait_rounds(2)
+
+            lost = places["server-0"]
+            gone = [n for n, node in places.items() if node is lost]
+            nodes.remove_node(lost, allow_graceful=False)
+            after = wait_serving(manage, 3, [before[n]["pid"] for n in gone])
+            decoding.wait_rounds(2)
+            stays = next(node for node in places.values() if node is not lost)
+            for name in gone:
+                assert after[name]["restarts"] is None, "restarted by Ray"
+                assert ray_cluster.node_of(nodes, after[name]["pid"]) is stays
+            assert set(decoding.client.stats()["servers"]) >= set(after) - {"registry"}
+
+            victim = after["server-1"]["pid"]
+            os.kill(victim, signal.SIGKILL)
+            wait_serving(manage, 3, [victim])
+            decoding.wait_rounds(2)
+
+            assert len(manage.scale(None, 4, timeout=240)["processes"]) == 5
+            decoding.wait_rounds(2)
+            shrunk = processes(manage.scale(None, 3, timeout=240))
+            assert len(shrunk) == 4 and all(p["experts"] for n, p in shrunk.items()
+                                            if n != "registry")
+            decoding.wait_rounds(2)
+        _, backend = manage.find_cluster(None, None)
+        assert any("experts of" in line for line in backend.log("server-1", 50))
+    finally:
+        manage.down(None)
