@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECTIONS = {
     "Start": ["index.md", "tutorial.md"],
     "How to": ["howto-model.md", "howto-operate.md", "howto-api.md", "traces.md", "planning.md"],
-    "How it works": ["architecture.md", "wire.md", "hca.md", "ucx.md"],
+    "How it works": ["architecture.md", "wire.md", "hca.md", "ucx.md", "mlx5.md"],
     "Reference": ["api.md"],
 }
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((\.\./[^)#]+)(?:#[^)]*)?\)")

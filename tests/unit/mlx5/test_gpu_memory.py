@@ -72,7 +72,7 @@ def test_queue_pair_in_gpu_memory_is_registered_by_its_dmabuf(opened, driver):
     base, fd = qp.block.addr, qp.block.dmabuf
     facts = device.asked("UMEM")
     assert [f["addr"] for f in facts] == [0x10000, 0x30000, 0, 0x20000]  # offsets in the dmabuf
-    assert all(f["dmabuf_fd"] == fd and f["comp_mask"] == 1 for f in facts)
+    assert all((f["dmabuf_fd"], f["comp_mask"], f["access"]) == (fd, 1, 1) for f in facts)
     assert all(f["pgsz_bitmap"] == (1 << 64) - 4096 for f in facts)
     assert qp.info.sq_addr == base and qp.info.cq_addr == base + 0x10000
     assert qp.first_error() == (0, 0)  # and the CPU has not looked there
