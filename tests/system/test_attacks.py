@@ -170,9 +170,9 @@ class HostileEndpoint(Endpoint):
         window, wake, recv = super().fds()
         return [window, wake if self.given is None else self.given, recv]
 
-    def connect(self, connection, memory, fds):
+    def connect(self, connection, memory, fds, wire=None):
         self.taken.append(os.dup(fds[1]))
-        super().connect(connection, memory, fds)
+        super().connect(connection, memory, fds, wire)
 
 
 @pytest.fixture
