@@ -86,7 +86,7 @@ def pair():
 
 CHILD = """
 import sys
-from expertwire.handles import WireHandle
+from expertwire.control.handles import WireHandle
 from tests.ucx.test_wire import End
 end = End()
 print(end.window.wire.pack().hex(), end.memory.addr, end.rkey, flush=True)
