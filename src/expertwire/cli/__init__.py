@@ -1,1 +1,5 @@
-"""The `expertwire` command."""
+"""The `expertwire` command: one Typer app, to which each module here adds its commands."""
+
+from . import app, cluster, observe, plan, trace
+
+__all__ = ["app", "cluster", "observe", "plan", "trace"]

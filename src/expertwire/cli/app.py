@@ -252,7 +252,7 @@ def status(
     from ..observe.status import show_status, watch_status
 
     if cluster:
-        from ..cluster.cli import show_cluster
+        from .cluster import show_cluster
 
         show_cluster(cluster, as_json)
         return
@@ -393,9 +393,3 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
-
-
-from ..cluster import cli as cluster_cli  # noqa: E402, F401  (register their commands on `app`)
-from . import observe as cli_observe  # noqa: E402, F401
-from . import plan as cli_plan  # noqa: E402, F401
-from . import trace as cli_trace  # noqa: E402, F401

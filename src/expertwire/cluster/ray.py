@@ -22,6 +22,7 @@ from .config import ClusterConfig
 
 try:
     import ray
+    import ray.exceptions
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..cli.app import JsonOption, app, print_json
+from .app import JsonOption, app, print_json
 
 OnOption = Annotated[
     str | None, typer.Option("--on", metavar="local|ray", help="where it runs, for a YAML file of "
@@ -27,8 +27,8 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start a registry and expert servers from a YAML file; returns when all of them serve."""
-    from .manage import report_lines
-    from .manage import up as start
+    from ..cluster.manage import report_lines
+    from ..cluster.manage import up as start
 
     facts = start(config, on, timeout=timeout, quiet=as_json)
     print_json(facts) if as_json else print("\n".join(report_lines(facts)))
@@ -37,7 +37,7 @@ def up(
 @app.command()
 def down(cluster: WhichArgument = None, on: OnOption = None) -> None:
     """End a cluster that `up` started; nothing of it stays."""
-    from .manage import down as end
+    from ..cluster.manage import down as end
 
     print(f"{end(cluster, on)} is down")
 
@@ -52,8 +52,8 @@ def scale(
     as_json: JsonOption = False,
 ) -> None:
     """Start more servers of a cluster, or drain some of them, while clients go on."""
-    from .manage import report_lines
-    from .manage import scale as change
+    from ..cluster.manage import report_lines
+    from ..cluster.manage import scale as change
 
     facts = change(cluster, servers, where=on, timeout=timeout, quiet=as_json)
     print_json(facts) if as_json else print("\n".join(report_lines(facts)))
@@ -69,15 +69,15 @@ def logs(
     on: OnOption = None,
 ) -> None:
     """Print what a process of a cluster said."""
-    from .manage import find_cluster
+    from ..cluster.manage import find_cluster
 
     print("\n".join(find_cluster(cluster, on)[1].log(process, lines)))
 
 
 def show_cluster(which: str, as_json: bool) -> None:
     """`expertwire status --cluster`: the processes, then what the registry knows."""
+    from ..cluster.manage import find_cluster, report, report_lines
     from ..observe.status import show_status
-    from .manage import find_cluster, report, report_lines
 
     name, backend = find_cluster(which, None)
     facts = report(name, backend)
