@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from expertwire.demo import demo_model_path
+from expertwire.registry.drain import run_drain
 from tests.cluster import ray_cluster
 from tests.cluster.marked import Marked
 
@@ -28,7 +29,7 @@ def nodes(_wanted):
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        with ray_cluster.ray_nodes(2, num_cpus=4) as cluster:
+        with ray_cluster.ray_nodes(2, num_cpus=6) as cluster:
             yield cluster
     finally:
         patch.undo()
@@ -109,8 +110,11 @@ def test_a_lost_node_a_crash_and_another_number_of_servers(nodes, manage, marked
             wait_serving(manage, 3, [victim])
             decoding.wait_rounds(2)
 
-            assert len(manage.scale(None, 4, timeout=240)["processes"]) == 5
+            assert len(manage.scale(None, 5, timeout=240)["processes"]) == 6
             decoding.wait_rounds(2)
+            # By hand: its command leaves with code 0, and Ray must not start it again.
+            run_drain(facts["registry"], "server-4", timeout=60)
+            wait_no(manage, "server-4")
             shrunk = processes(manage.scale(None, 3, timeout=240))
             assert len(shrunk) == 4 and all(p["experts"] for n, p in shrunk.items()
                                             if n != "registry")
@@ -126,7 +130,7 @@ def test_places_on_distinct_nodes_and_what_goes_wrong(nodes, manage, marked, tmp
     from expertwire.errors import ConfigError, ExpertwireError
 
     while len(nodes.worker_nodes) < 2:
-        nodes.add_node(num_cpus=4)
+        nodes.add_node(num_cpus=6)
     nodes.wait_for_nodes(60)
     bad = tmp_path / "bad.yaml"
     bad.write_text(f"""
@@ -159,13 +163,21 @@ ray: {{address: "{nodes.address}"}}
             decoding.wait_rounds(1)
             nodes.remove_node(places["server-1"], allow_graceful=False)
             wait_waiting(manage, "server-1")
-            fresh = nodes.add_node(num_cpus=4)
+            fresh = nodes.add_node(num_cpus=6)
             after = wait_serving(manage, 2, [before["server-1"]["pid"]])
             assert ray_cluster.node_of(nodes, after["server-1"]["pid"]) is fresh
             decoding.wait_rounds(2)
     finally:
         manage.down(None)
     check_secret(token)
+
+
+def wait_no(manage, server: str, seconds: float = 60.0) -> None:
+    """Until Ray knows nothing of a server any more."""
+    deadline = time.monotonic() + seconds
+    while server in {p.name for p in manage.find_cluster(None, None)[1].describe()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def wait_waiting(manage, server: str, seconds: float = 60.0) -> None:

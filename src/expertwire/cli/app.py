@@ -254,7 +254,7 @@ def status(
     if cluster:
         from .cluster import show_cluster
 
-        show_cluster(cluster, as_json)
+        show_cluster(cluster, as_json, watch)
         return
 
     if watch:

@@ -74,12 +74,17 @@ def logs(
     print("\n".join(find_cluster(cluster, on)[1].log(process, lines)))
 
 
-def show_cluster(which: str, as_json: bool) -> None:
-    """`expertwire status --cluster`: the processes, then what the registry knows."""
+def show_cluster(which: str, as_json: bool, watch: bool) -> None:
+    """`expertwire status --cluster`: the processes, then what the registry knows. Raises
+    ConfigError with `watch`, which goes with --registry."""
     from ..cluster.manage import find_cluster, report, report_lines
+    from ..errors import ConfigError
     from ..observe.status import show_status
 
     name, backend = find_cluster(which, None)
+    if watch:
+        raise ConfigError("--watch goes without --cluster; its registry is --registry "
+                          + backend.registry_address())
     facts = report(name, backend)
     if as_json:
         print_json({**show_status(facts["registry"], quiet=True), "cluster": facts})

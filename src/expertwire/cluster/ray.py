@@ -156,7 +156,7 @@ class RayBackend:
         )
 
     def _end(self, names: list[str]) -> None:
-        """Servers first; asks the commands to end, then takes the actors away for good."""
+        """Asks the commands to end, then takes the actors away for good."""
         actors = {}
         for name in names:
             with contextlib.suppress(ValueError):  # it has gone meanwhile
