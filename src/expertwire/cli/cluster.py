@@ -35,11 +35,17 @@ def up(
 
 
 @app.command()
-def down(cluster: WhichArgument = None, on: OnOption = None) -> None:
+def down(
+    cluster: WhichArgument = None,
+    on: OnOption = None,
+    forget: Annotated[bool, typer.Option("--forget", help="only drop what is noted here about a "
+                                         "cluster whose Ray is gone")] = False,
+) -> None:
     """End a cluster that `up` started; nothing of it stays."""
     from ..cluster.manage import down as end
 
-    print(f"{end(cluster, on)} is down")
+    name = end(cluster, on, forget=forget)
+    print(f"{name} is {'forgotten' if forget else 'down'}")
 
 
 @app.command()

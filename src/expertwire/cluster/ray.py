@@ -54,7 +54,8 @@ class RayBackend:
                          logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as err:
                 raise ConfigError(f"no Ray cluster at {config.ray.address!r}: {err}; `ray start "
-                                  "--head` starts one") from None
+                                  "--head` starts one, and `expertwire down "
+                                  f"{config.name} --forget` drops one that is gone") from None
 
     # ---------------------------------------------------------------- the backend's methods
 
