@@ -92,8 +92,8 @@ def down(which: str | None, where: str | None = None, *, forget: bool = False) -
         name = _named(which)[0]
         found = find_record(name)
         if not found or found[0] == "local":
-            raise ConfigError(f"--forget is for a cluster on Ray that was started from here; {name} "
-                              "is none")
+            raise ConfigError("--forget is for a cluster on Ray that was started from here; "
+                              f"{name} is none")
         remove_record(name)
         return name
     name, backend = find_cluster(which, where)
