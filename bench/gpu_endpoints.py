@@ -23,6 +23,7 @@ from expertwire.device_structs import (
     ServerPollArgs,
     ServerReplyArgs,
     ServerSlot,
+    ServerTakeArgs,
 )
 from expertwire.loopback import Loopback, StepShape
 from expertwire.message import DATA_TYPES, FP8_BLOCK
@@ -135,9 +136,9 @@ class Server:
                 output_type=DATA_TYPES[torch.bfloat16], server_id=idx,
             )
             launch = gpu.prepare(
-                [("server_poll", self._poll), ("server_group", self._gather),
+                [("server_take", ServerTakeArgs(poll=self._poll, gather=self._gather)),
                  ("server_gather_rows", self._gather), ("server_reply_in_place", self._reply)],
-                grid=[1, 1, BLOCKS, BLOCKS], warps=[1, 32, WARPS, WARPS])
+                grid=[1, BLOCKS, BLOCKS], warps=[32, WARPS, WARPS])
             self._stream = torch.cuda.Stream(gpu.device, priority=-1)
             torch.cuda.synchronize(gpu.device)
             self._graph = capture(self._stream, [launch.run] * PASSES)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 
 import numpy as np
 import torch
 
-from expertwire.device_structs import ClientFailoverArgs, KernelStatus
+from expertwire.device_structs import ClientFailoverArgs, KernelStatus, ServerTakeArgs
 from expertwire.loopback import Loopback, StepShape
 from expertwire.message import ReplyMode
 from tests.steps import inputs
@@ -48,7 +47,7 @@ class FailoverRig:
     def serve(self, *servers: int) -> None:
         for s in servers:
             server = self.step.servers[s]
-            self.run(("server_poll", server.poll), ("server_group", server.gather),
+            self.run(("server_take", ServerTakeArgs(poll=server.poll, gather=server.gather)),
                      ("server_gather_rows", server.gather))
             server.run_experts(lambda rows: rows * 2)
             self.run(("server_reply_in_place", server.reply_args), grid=2)
@@ -70,7 +69,7 @@ class FailoverRig:
         return np.flatnonzero(np.frombuffer(self.step.batch_size.read(), np.uint32)).tolist()
 
     def will_resend(self) -> int:
-        return ctypes.c_uint32.from_buffer_copy(self.resend.read()).value
+        return int(any(self.resend.read()))
 
     def want(self) -> torch.Tensor:
         from expertwire.model.reference import moe_reference

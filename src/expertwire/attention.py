@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .config import ClientConfig
-from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .cuda.remote import RemoteExperts
@@ -57,10 +56,9 @@ def open_gpu_client(
     """The same on a GPU. Raises also HcaError where memory cannot be shared."""
     from .cuda.remote import RemoteExperts
 
-    if config.fp8:
-        raise ConfigError("a client on a GPU sends hidden states as they are: leave --fp8 out")
     return RemoteExperts(
         registry, device=device, token=token, max_rows=config.max_rows,
         num_slots=config.num_slots, batch_invariant=config.batch_invariant,
         timeout=config.reply_timeout or 5.0, connect_timeout=config.connect_timeout,
+        fp8=config.fp8,
     )

@@ -12,14 +12,15 @@ SIGNAL_MODES = {"write": SIGNAL_WRITE, "add": SIGNAL_ADD, "write_imm": SIGNAL_WR
 MAX_IMM_SLOTS = 64  # receives of one connection: each slot must have one
 ON_MISSING = ("raise", "drop", "wait")
 ON_FULL = ("wait", "raise")
-HCAS = ("soft", "ucx")
+HCAS = ("soft", "ucx", "mlx5:<device>[:<port>]")
 
 
 @dataclass(frozen=True)
 class ClientConfig:
     """How a client sends. All times in seconds."""
 
-    hca: str = "soft"  # "soft": this host; "ucx": other hosts, docs/ucx.md
+    # "soft": this host; "ucx" (docs/ucx.md) or "mlx5:<device>" (docs/mlx5.md): other hosts
+    hca: str = "soft"
     max_rows: int = 256  # rows per message; a larger batch goes as several messages
     num_slots: int = 2  # messages in flight per server: the credit, and double batching
     batch_invariant: bool = True  # one reply row per (token, expert), summed in slot order here
@@ -51,10 +52,10 @@ class ClientConfig:
         if self.max_in_flight is not None:
             _check_positive(self, "max_in_flight")
         _check_spin(self.spin_us)
-        _check_choice(self, "hca", HCAS)
-        if self.hca == "ucx" and not self.do_ibgda:
+        _check_hca(self.hca)
+        if self.hca != "soft" and not self.do_ibgda:
             raise ConfigError("stores into the peer's memory (do_ibgda=False, --direct) need one "
-                              'host: with hca="ucx" leave do_ibgda on')
+                              f'host: with hca="{self.hca}" leave do_ibgda on')
         _check_choice(self, "signal_mode", SIGNAL_MODES)
         if self.signal_mode == "write_imm" and self.num_slots > MAX_IMM_SLOTS:
             raise ConfigError(f'signal_mode "write_imm" has at most {MAX_IMM_SLOTS} num_slots, '
@@ -68,8 +69,9 @@ class ClientConfig:
 class ServerConfig:
     """How a server receives and computes. All times in seconds."""
 
-    hca: str = "soft"  # "soft": clients of this host; "ucx": of other hosts, docs/ucx.md
-    listen: str | None = None  # with "ucx": HOST[:PORT] for clients; None: as the registry sees us
+    hca: str = "soft"  # as the clients'
+    # For clients of other hosts: HOST[:PORT]; None: as the registry sees us
+    listen: str | None = None
     max_batch_rows: int = 1024  # rows of one batch, over all clients
     batch_invariant: bool = True  # a row's result does not depend on what else is in the batch
     queue_depth: int = 1024
@@ -88,9 +90,10 @@ class ServerConfig:
             self, "max_batch_rows", "max_connections", "max_experts_per_row", "max_slot_bytes",
             "max_inflight_bytes",
         )
-        _check_choice(self, "hca", HCAS)
-        if self.listen is not None and self.hca != "ucx":
-            raise ConfigError('listen is for hca="ucx": clients of one host need no address')
+        _check_hca(self.hca)
+        if self.listen is not None and self.hca == "soft":
+            raise ConfigError('listen is for hca="ucx" and "mlx5:...": clients of one host need '
+                              "no address")
         for name in ("num_threads", "room"):
             if getattr(self, name) is not None:
                 _check_positive(self, name)
@@ -121,6 +124,11 @@ def _check_choice(config: object, name: str, choices: Iterable[str]) -> None:
     value = getattr(config, name)
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _check_hca(name: object) -> None:
+    if name not in HCAS[:2] and not str(name).startswith("mlx5:"):
+        raise ConfigError(f"hca must be one of {', '.join(HCAS)}, not {name!r}")
 
 
 def _check_spin(spin_us: float) -> None:

@@ -132,6 +132,14 @@ class ClientCombineArgs(ctypes.Structure):
     )
 
 
+class ClientQuantiseArgs(ctypes.Structure):
+    _fields_ = (
+        ("hidden", c_uint64), ("hidden_stride", c_uint64), ("rows", c_uint64),
+        ("scales", c_uint64), ("num_tokens", c_uint32), ("hidden_size", c_uint32),
+        ("data_type", c_uint32), ("scale_block", c_uint32),
+    )
+
+
 class ClientSendArgs(ctypes.Structure):
     _fields_ = (
         ("route", ClientRouteArgs), ("pack", ClientPackArgs), ("seq", c_uint64),
@@ -216,8 +224,12 @@ class ServerGatherArgs(ctypes.Structure):
         ("pair_position", c_uint64), ("pair_reply_row", c_uint64), ("gathered", c_uint64),
         ("gathered_scales", c_uint64), ("expert_rows", c_uint64),
         ("num_messages", c_uint64), ("layer", c_uint64), ("num_local", c_uint32),
-        ("num_experts", c_uint32), ("min_rows", c_uint32), ("reserved", c_uint32),
+        ("num_experts", c_uint32), ("min_rows", c_uint32), ("output_type", c_uint32),
     )
+
+
+class ServerTakeArgs(ctypes.Structure):
+    _fields_ = (("poll", ServerPollArgs), ("gather", ServerGatherArgs))
 
 
 class ServerReplyArgs(ctypes.Structure):
@@ -279,6 +291,17 @@ class GpuHcaArgs(ctypes.Structure):
     )
 
 
+class ClockStamp(ctypes.Structure):
+    """struct ClockStamp of device/clock_stamp.cuh."""
+
+    _fields_ = (("time_ns", c_uint64), ("mark", c_uint32), ("number", c_uint32))
+
+
+class ClockStampArgs(ctypes.Structure):
+    _fields_ = (("stamps", c_uint64), ("count", c_uint64), ("capacity", c_uint32),
+                ("mark", c_uint32))
+
+
 # Every kernel of the device code and the structure that it takes by value.
 KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "client_route": ClientRouteArgs,
@@ -286,6 +309,7 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "client_put_ibgda": ClientPutArgs,
     "client_put_direct": ClientPutArgs,
     "client_put_sequential": ClientPutArgs,
+    "client_quantise": ClientQuantiseArgs,
     "client_send_direct": ClientSendArgs,
     "client_wait": ClientCombineArgs,
     "client_combine": ClientCombineArgs,
@@ -294,12 +318,14 @@ KERNEL_ARGS: dict[str, type[ctypes.Structure]] = {
     "server_gather": ServerGatherArgs,
     "server_group": ServerGatherArgs,
     "server_gather_rows": ServerGatherArgs,
+    "server_take": ServerTakeArgs,
     "server_reply_ibgda": ServerReplyArgs,
     "server_reply_direct": ServerReplyArgs,
     "server_reply_in_place": ServerReplyArgs,
     "server_echo_in_place": ServerEchoArgs,
     "ibgda_run": IbgdaRunArgs,
     "gpu_hca": GpuHcaArgs,
+    "clock_stamp": ClockStampArgs,
 }
 
 MISSING = c_int32(-1).value

@@ -14,6 +14,7 @@ from expertwire.cuda.endpoint import GpuEndpoint
 from expertwire.device_structs import IbgdaOperation, IbgdaRunArgs, KernelStatus
 from expertwire.errors import ConfigError, HandleError, HcaError
 from expertwire.hca import open_hca
+from expertwire.hca.ring import read_rings
 from tests.queue_pair import ADD8, GET, INLINE, PUT, PUT_ALWAYS_POST, QUIET
 
 SIZE = 4 << 20
@@ -87,6 +88,15 @@ def test_a_message_and_its_flag(pair):
     assert pair.arrived(8, 992) == bytes(992) and pair.arrived(1000 + len(data), 64) == bytes(64)
     stats = pair.hcas[0].stats()
     assert (stats["executed"], stats["bytes"], stats["error_cqes"]) == (2, len(data) + 8, 0)
+
+
+def test_the_rings_can_be_written_to_a_file(pair, tmp_path):
+    pair.fill(0, b"\x5a" * 64)
+    put = pair.operation(PUT_ALWAYS_POST, 0, 0, num_bytes=64)
+    assert pair.run([put, dict(op=QUIET)]) == [(0, 0)]
+    pair.here.dump(tmp_path / "rings", "GPU 0")
+    (ring,) = read_rings(tmp_path / "rings")
+    assert ring.name == "GPU 0" and ring.written == ring.rung == 1 and ring.completion()
 
 
 def test_reads_and_adds(pair):

@@ -256,3 +256,15 @@ def held(experts: GpuExperts, share: list[int]) -> GpuExperts:
               "down_proj": experts.down.tensors[layer][share].contiguous()}
              for layer in range(experts.num_layers)]
     return GpuExperts(modules, parts, share)
+
+
+def test_far_ahead_with_a_stream_of_its_own(gpu):
+    """A thousand batches without waiting: the server is relaunched all the time."""
+    with LocalExperts(make_experts(HIDDEN, MIDDLE, torch.bfloat16), TOP_K, max_rows=32,
+                      own_stream=True) as local:
+        inputs = batch(20, seed=5)
+        want = local.moe(1, *inputs).clone()
+        for _ in range(1000):
+            got = local.moe(1, *inputs)
+        local.check()
+        assert torch.equal(got, want)

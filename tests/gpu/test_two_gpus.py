@@ -128,15 +128,17 @@ class TestFailover:
         remote.check()
         return wrong, longest
 
-    def test_killed(self, pair):
-        with pair.remote(max_rows=8, timeout=5.0) as remote:
+    @pytest.mark.parametrize("do_ibgda", [False, True], ids=["direct", "work queues"])
+    def test_killed(self, pair, do_ibgda):
+        with pair.remote(max_rows=8, timeout=5.0, do_ibgda=do_ibgda) as remote:
             wrong, longest = self.decode(remote, signal.SIGKILL, pair.processes[0])
             print(f"kill -9: the longest batch took {longest * 1e3:.1f} ms")
             assert wrong == 0 and longest < 2.5, "its end is known at once, not by a deadline"
             assert len(remote.lost_servers()) == 1
 
-    def test_hung(self, pair):
-        with pair.remote(max_rows=8, timeout=0.5) as remote:
+    @pytest.mark.parametrize("do_ibgda", [False, True], ids=["direct", "work queues"])
+    def test_hung(self, pair, do_ibgda):
+        with pair.remote(max_rows=8, timeout=0.5, do_ibgda=do_ibgda) as remote:
             victim = pair.processes[1]
             try:
                 wrong, longest = self.decode(remote, signal.SIGSTOP, victim)

@@ -120,11 +120,12 @@ def test_a_client_on_the_cpu_is_told(servers):
         client.wait_ready()
 
 
-def test_a_killed_server_without_a_replica(gpu, tmp_path):
+@pytest.mark.parametrize("do_ibgda", [False, True], ids=["direct", "work queues"])
+def test_a_killed_server_without_a_replica(gpu, tmp_path, do_ibgda):
     """A replica of some experts is there; the others' end is an error with a name, at once."""
     with Servers(tmp_path) as servers:
         servers.start("all", "0-2")
-        with servers.remote(max_rows=8, timeout=20.0) as remote:
+        with servers.remote(max_rows=8, timeout=20.0, do_ibgda=do_ibgda) as remote:
             inputs = batch(remote.model_info, 8, 50)
             assert remote.moe(0, *inputs).isfinite().all()
             servers.processes[0].kill()

@@ -28,9 +28,13 @@ def test_a_gpu_that_is_not_there():
                    continuous_batching=True, client_config=QUICK, device="cuda:64")
 
 
-def test_fp8_messages_are_for_cpus():
-    with pytest.raises(ConfigError, match="leave --fp8 out"):
-        open_gpu_client("127.0.0.1:1", torch.device("cuda", 0), TOKEN, ClientConfig(fp8=True))
+def test_a_client_on_a_gpu_gets_the_settings(monkeypatch):
+    seen: dict = {}
+    monkeypatch.setattr("expertwire.cuda.remote.RemoteExperts.__init__",
+                        lambda self, registry, **options: seen.update(options))
+    open_gpu_client("127.0.0.1:1", torch.device("cuda", 0), TOKEN,
+                    ClientConfig(fp8=True, max_rows=7, batch_invariant=False))
+    assert seen["fp8"] and seen["max_rows"] == 7 and not seen["batch_invariant"]
 
 
 def test_a_client_that_finds_nobody_is_closed(monkeypatch):

@@ -22,11 +22,11 @@ TOKEN = b"x" * 32
 
 
 class Here:
-    network = False
+    network, scheme = False, ""
 
 
 class Behind:
-    network = True
+    network, scheme = True, "ucx"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,9 @@ def test_no_way_to_the_registry_names_the_option():
 def test_each_hca_says_which_servers_it_cannot_reach():
     with pytest.raises(ConfigError, match="--hca ucx"):
         connect_data(Here(), "ucx://127.0.0.1:1", TOKEN, 1)
-    with pytest.raises(ConfigError, match="own host only"):
+    with pytest.raises(ConfigError, match="--hca mlx5:<device>"):
+        connect_data(Behind(), "mlx5://127.0.0.1:1", TOKEN, 1)
+    with pytest.raises(ConfigError, match=r"own host only.*--hca ucx"):
         connect_data(Behind(), "expertwire-0123", TOKEN, 1)
 
 

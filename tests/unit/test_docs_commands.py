@@ -49,10 +49,11 @@ def check(line: Line, whole: bool) -> None:
         if words[0] == "expertwire":
             check_expertwire(words[1:])
             if whole:
-                group = get_command(app).commands[words[1]]
+                at = next(i for i in range(1, len(words), 2) if not words[i].startswith("--"))
+                group = get_command(app).commands[words[at]]
                 needed = [p for p in group.params
                           if p.param_type_name == "argument" and p.required]
-                assert len(words) - 2 >= len(needed)
+                assert len(words) - at - 1 >= len(needed)
         elif words[0] == "python" and words[1].endswith(".py"):
             assert (ROOT / words[1]).is_file(), f"no {words[1]}"
             source = (ROOT / words[1]).read_text()

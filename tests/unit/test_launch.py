@@ -15,7 +15,7 @@ from expertwire.server import batch
 
 STRUCTS = [
     "KernelStatus", "IbgdaKey", "IbgdaQp", "IbgdaPeer", "BufferHead", "ReplyHead", "ClientServer",
-    "RouteTables", "MessageShape", "ServerSlot", "ServerMessage", "ServerModel",
+    "RouteTables", "MessageShape", "ServerSlot", "ServerMessage", "ServerModel", "ServerTakeArgs",
     "HcaKey", "HcaQueue",
 ]
 

@@ -30,7 +30,8 @@ DirectOption = Annotated[
     bool, typer.Option("--direct", help="store into the servers' memory without the work queue")
 ]
 HcaOption = Annotated[
-    str, typer.Option(metavar="soft|ucx", help="soft: one host; ucx: several, docs/ucx.md")
+    str, typer.Option(metavar="soft|ucx|mlx5:DEVICE",
+                      help="soft: one host; ucx, mlx5: several, docs/ucx.md, docs/mlx5.md")
 ]
 MetricsOption = Annotated[
     str | None, typer.Option("--metrics-port", metavar="[HOST:]PORT",

@@ -126,7 +126,7 @@ def check_signal_mode(hca: Hca, signal_mode: int, do_ibgda: bool) -> None:
     """Raises ConfigError if a flag could be seen before the writes that it announces, or if there
     is no memory of the peer to store into."""
     if hca.network and not do_ibgda:
-        raise ConfigError("stores into the peer's memory need one host: over UCX leave do_ibgda on")
+        raise ConfigError("stores into the peer's memory need one host: leave do_ibgda on")
     if do_ibgda and signal_mode == SIGNAL_WRITE and hca.relaxed_ordering:
         raise ConfigError(
             'signal_mode "write" needs a path that keeps writes in order, and this one may not: '

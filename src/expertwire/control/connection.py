@@ -85,7 +85,7 @@ class Endpoint:
         self._qp_states = (IbgdaQp * num_qps)()
         for state, qp in zip(self._qp_states, self._qps, strict=True):
             info = qp.info
-            if ctypes.c_uint8.from_address(info.cq_addr + 63).value != 0xFF:
+            if hca.read_word(info.cq_addr + 56) >> 56 != 0xFF:
                 self.close()  # a zero there would read as "entry 0 has completed"
                 raise HcaError(f"completion queue of queue pair {info.qpn:#x} not filled with 0xff")
             state.sq_addr, state.dbrec_addr = info.sq_addr, info.dbrec_addr

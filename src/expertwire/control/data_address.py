@@ -1,8 +1,8 @@
 """Where a server takes data connections, as the registry passes it on, and how to get there.
 
-On one host it is the name of a Unix socket (control.py). With `hca="ucx"` it is `ucx://HOST:PORT`,
-a TCP socket that only the handshake goes over; it stays open, and its end tells each side that the
-other one is gone. The data goes through UCX.
+On one host it is the name of a Unix socket (control.py). With an HCA for other hosts it is
+`ucx://HOST:PORT` or `mlx5://HOST:PORT`, a TCP socket that only the handshake goes over; it stays
+open, and its end tells each side that the other one is gone. The data goes through the HCA.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .frames import (
     set_tcp_options,
 )
 
-SCHEME = "ucx"
+SCHEMES = ("ucx", "mlx5")
 
 
 class TcpListener(Listener):
@@ -36,7 +36,7 @@ class TcpListener(Listener):
 
     def __init__(
         self, host: str, port: int, token: bytes, shown: str = "",
-        handshake_seconds: float = HANDSHAKE_SECONDS,
+        handshake_seconds: float = HANDSHAKE_SECONDS, *, scheme: str = "ucx",
     ):
         try:
             family, _, _, _, place = socket.getaddrinfo(
@@ -49,7 +49,7 @@ class TcpListener(Listener):
                 "another --data-listen"
             ) from None
         address = format_address(shown or host, sock.getsockname()[1])
-        super().__init__(sock, f"{SCHEME}://{address}", token, handshake_seconds)
+        super().__init__(sock, f"{scheme}://{address}", token, handshake_seconds)
 
     def _may_speak(self, sock: socket.socket) -> bool:
         set_tcp_options(sock)
@@ -57,16 +57,18 @@ class TcpListener(Listener):
 
 
 def listen_data(hca: str, listen: str | None, registry: str, token: bytes) -> Listener:
-    """The listener of a server. listen: HOST:PORT or HOST; None: the address of this host that
-    the registry is reached from. Raises ConfigError."""
-    if hca != "ucx":
+    """The listener of a server with that HCA. listen: HOST:PORT or HOST; None: the address
+    of this host that the registry is reached from. Raises ConfigError."""
+    scheme = hca.partition(":")[0]
+    if scheme not in SCHEMES:
         return listen_unix(token)
     if listen is None:
-        return TcpListener(local_host_towards(registry), 0, token)
+        return TcpListener(local_host_towards(registry), 0, token, scheme=scheme)
     host, port = parse_listen(listen)
     # A wildcard is a place to listen, not one to connect to.
     wildcard = is_address(host) and ipaddress.ip_address(host).is_unspecified
-    return TcpListener(host, port, token, local_host_towards(registry) if wildcard else "")
+    shown = local_host_towards(registry) if wildcard else ""
+    return TcpListener(host, port, token, shown, scheme=scheme)
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -115,15 +117,18 @@ def connect_data(
     control.connect_tcp.
     """
     parts = urllib.parse.urlsplit(address)
-    if parts.scheme != SCHEME:
+    if parts.scheme not in SCHEMES:
         if hca.network:
             raise ConfigError(
-                'the server serves clients of its own host only: start it with --hca ucx, or use '
-                'hca="soft" on that host'
+                'the server serves clients of its own host only: start it with '
+                f'--hca {hca.scheme}, or use hca="soft" on that host'
             )
         return connect_unix(address, token, timeout, stopped)
-    if not hca.network:
-        raise ConfigError('the server is reached through UCX: use hca="ucx" (--hca ucx)')
+    if parts.scheme != hca.scheme:
+        name = "ucx" if parts.scheme == "ucx" else "mlx5:<device>"
+        through = "UCX" if parts.scheme == "ucx" else "an mlx5 adapter"
+        raise ConfigError(f'the server is reached through {through}: use hca="{name}" '
+                          f"(--hca {name})")
     place = with_zone(parts.netloc, registry)
     return connect_tcp(place, token, timeout, stopped, server=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,6 +52,13 @@ class Peer:
     experts: Sequence[int]
     request_addrs: Sequence[int]
     endpoint: GpuEndpoint | None = None
+
+
+# Where servers are relaunched by a thread of this process, a full launch queue would stop it: the
+# caller may be at most two of these ahead of the GPU.
+BATCHES_AHEAD = 16
+AHEAD_HINT = ("; it works on a stream of its own on this GPU: synchronise every few replays of a "
+              "graph, since a full launch queue keeps it from being relaunched")
 
 
 class GpuHandle:
@@ -122,13 +130,13 @@ class GpuClient:
             reply_addrs = [block.addr for block in self._replies]
         self._reply_addrs = reply_addrs
         self.do_ibgda = any(peer.endpoint is not None for peer in peers)
-        # Through work queues a batch is not sent again.
-        self.num_failovers = (0 if after_send or self.do_ibgda
-                              else min(self.max_replicas - 1, MAX_FAILOVERS))
+        self.num_failovers = 0 if after_send else min(self.max_replicas - 1, MAX_FAILOVERS)
         self.stamps = stamps_for(target, f"{device} client {client_id:x}")
         self._flights = [GpuFlight(self, i) for i in range(shape.num_slots)]
         self._next = 0
         self._after_send = after_send
+        self._ahead: deque[torch.cuda.Event] = deque()
+        self._num_dispatched = 0
         self._check_inputs = InputCheck(model, shape.experts_per_row, device)
         torch.cuda.current_stream(device).synchronize()
 
@@ -197,6 +205,8 @@ class GpuClient:
     def _dispatch(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> GpuHandle:
+        if self.waits_apart:
+            self._stay_near()
         flight = self._free_flight()
         if weights.dtype is not torch.float32:
             weights = weights.to(torch.float32)
@@ -206,6 +216,17 @@ class GpuClient:
         if self._after_send is not None:
             self._after_send()
         return GpuHandle(self, flight, inputs)
+
+    def _stay_near(self) -> None:
+        """Waits for the GPU if it is many batches behind. Replays of graphs are not seen here."""
+        self._num_dispatched += 1
+        if self._num_dispatched % BATCHES_AHEAD or torch.cuda.is_current_stream_capturing():
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.target.device))
+        self._ahead.append(event)
+        if len(self._ahead) > 1:
+            self._ahead.popleft().synchronize()
 
     def _free_flight(self) -> GpuFlight:
         for _ in self._flights:
@@ -248,7 +269,8 @@ class GpuClient:
         server = self.peers[status.peer].server_id if status.peer < len(self.peers) else "?"
         if status.code == STATUS_TIMEOUT:
             raise WaitTimeout(
-                f"server {server} did not answer within {self.timeout} s", stage, str(server),
+                f"server {server} did not answer within {self.timeout} s"
+                + (AHEAD_HINT if self.waits_apart else ""), stage, str(server),
                 status.expected, status.seen,
             )
         if status.code == STATUS_PEER_LOST:

@@ -13,11 +13,13 @@ from ..device_structs import (
     ClientFailoverArgs,
     ClientPackArgs,
     ClientPutArgs,
+    ClientQuantiseArgs,
     ClientRouteArgs,
     ClientSendArgs,
     MessageShape,
     RouteTables,
 )
+from ..message import DATA_TYPES, FP8_BLOCK
 from ..target import Runnable
 from .launch import WARP_SIZE
 
@@ -46,7 +48,7 @@ class GpuFlight:
         self.free = True
         self._target, self._stamps = target, client.stamps
         self._waits_apart = client.waits_apart
-        self._row_bytes = shape.hidden_size * client.dtype.itemsize
+        self._row_bytes = shape.hidden_size * (1 if shape.fp8 else client.dtype.itemsize)
         max_pairs = shape.max_rows * shape.experts_per_row
         self._memory = [
             target.place(client.slot_entries(slot_idx)), target.alloc(num_servers * 4),
@@ -67,6 +69,9 @@ class GpuFlight:
             data_type=client.data_type, reply_mode=shape.reply_mode, reply_type=client.data_type,
             client_id=client.client_id,
         )
+        if shape.fp8:
+            message.data_type = DATA_TYPES[torch.float8_e4m3fn]
+            message.scale_type, message.scale_block = DATA_TYPES[torch.float32], FP8_BLOCK
         self._num_skipped = counts = client.counts.addr
         self._send = ClientSendArgs(
             route=ClientRouteArgs(
@@ -89,6 +94,7 @@ class GpuFlight:
             expert_servers=client.expert_servers.addr, lost=client.lost_addr, resend=self._resend,
             num_experts=client.num_experts, max_replicas=client.max_replicas,
         )
+        self._quantise = self._quantised_rows(client) if shape.fp8 else None
         self._put: ClientPutArgs | None = None
         if client.do_ibgda:
             self._send.pack.seq = seq
@@ -102,6 +108,18 @@ class GpuFlight:
         self._shapes = [args.shape for args in (self._pack, self._combine, self._put) if args]
         self._launches: dict[tuple[str, int], Runnable] = {}
         self._num_tokens = 0
+
+    def _quantised_rows(self, client: GpuClient) -> ClientQuantiseArgs:
+        """Memory of this slot's rows as they are sent, and of their scales."""
+        shape, target = client.shape, self._target
+        blocks = -(-shape.hidden_size // FP8_BLOCK)
+        rows, scales = (target.alloc(shape.max_rows * size)
+                        for size in (shape.hidden_size, 4 * blocks))
+        self._memory += [rows, scales]
+        return ClientQuantiseArgs(
+            rows=rows.addr, scales=scales.addr, hidden_size=shape.hidden_size,
+            data_type=client.data_type, scale_block=FP8_BLOCK,
+        )
 
     def launch_send(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -117,13 +135,25 @@ class GpuFlight:
         route.id_bytes = pack.id_bytes = ids.itemsize
         route.num_tokens, route.experts_per_row = num_tokens, top_k
         pack.hidden, pack.hidden_stride = hidden.data_ptr(), hidden.stride(0) * hidden.itemsize
+        if self._quantise is not None:
+            self._launch_quantise(self._quantise)
         pack.topk_weights, pack.weights_stride = weights.data_ptr(), weights.stride(0)
         self._send.only_if, route.num_skipped = 0, self._num_skipped
-        self._run_send()
+        self._run_send(again=False)
 
-    def _run_send(self) -> None:
+    def _launch_quantise(self, args: ClientQuantiseArgs) -> None:
+        """The rows become e4m3, and what is packed are those."""
+        pack, blocks = self._pack, -(-args.hidden_size // FP8_BLOCK)
+        args.hidden, args.hidden_stride = pack.hidden, pack.hidden_stride
+        args.num_tokens = self._num_tokens
+        pack.hidden, pack.hidden_stride = args.rows, args.hidden_size
+        pack.scales, pack.scales_stride = args.scales, blocks
+        grid = num_blocks(self._num_tokens * blocks)
+        self._launch("client_quantise", args, grid).run()
+
+    def _run_send(self, again: bool) -> None:
         if self._put is not None:
-            self._launch_put().run()
+            self._launch_put(again).run()
             return
         pieces = self._num_tokens * -(-self._row_bytes // SEND_PIECE)
         self._launch("client_send_direct", self._send, num_blocks(pieces) + 1).run()
@@ -142,22 +172,25 @@ class GpuFlight:
             self._launch("client_failover", self._failover, 1).run()
             # The second time, ids that are no expert are counted where nobody looks.
             self._send.only_if, self._route.num_skipped = self._resend, self._counted_before
-            self._run_send()
+            self._run_send(again=True)
         pieces = self._num_tokens * -(-output.shape[1] // COMBINE_PIECE)
         blocks = num_blocks(pieces)
         if self._waits_apart and blocks > MAX_WAITING_BLOCKS:
             self._launch("client_wait", combine, 1).run()
         self._launch("client_combine", combine, blocks).run()
 
-    def _launch_put(self) -> Runnable:
+    def _launch_put(self, again: bool) -> Runnable:
         """Route, pack and put of the work queue: the pack is of many blocks, the others of one."""
-        grid = num_blocks(self._num_tokens)
+        pack, put, grid = self._pack, self._put, num_blocks(self._num_tokens)
+        assert put is not None
+        # The second time failover says whether anything is packed and put.
+        pack.missing_expert = put.missing_expert = (
+            self._resend if again else self._route.missing_expert)
         launch = self._launches.get(("client_put_ibgda", grid))
         if launch is None:
-            assert self._put is not None
             launch = self._target.prepare(
-                [("client_route", self._route), ("client_pack", self._pack),
-                 ("client_put_ibgda", self._put)], grid=[1, grid, 1], warps=WARPS,
+                [("client_route", self._route), ("client_pack", pack), ("client_put_ibgda", put)],
+                grid=[1, grid, 1], warps=WARPS,
             )
             if self._stamps is not None:
                 launch = self._stamps.around("client_put_ibgda", launch)

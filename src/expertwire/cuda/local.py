@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..message import ReplyMode, SlotShape
+from ..trace import recorder as trace
 from .client import GpuClient, Peer
 from .experts import GpuExperts
 from .layers import GpuLayers
@@ -25,7 +26,8 @@ class LocalExperts(GpuLayers):
     own_stream: the server works on a stream of its own, relaunched by a thread, so that its work
     overlaps with the caller's; else its kernels follow each batch on the caller's stream. With
     it, set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts: a stream that waits must not hold up
-    another. timeout: seconds that a batch may take.
+    another. timeout: seconds that a batch may take. fp8: rows travel as e4m3 with a scale per 128
+    elements; lossy.
 
     `moe` may be captured in CUDA graphs. Make this object before the capture.
     """
@@ -33,8 +35,10 @@ class LocalExperts(GpuLayers):
     def __init__(
         self, experts: GpuExperts, top_k: int, *, max_rows: int = 512, num_slots: int = 2,
         batch_invariant: bool = True, own_stream: bool = False, timeout: float = 2.0,
+        fp8: bool = False,
     ):
         self.refuse_capture()
+        trace.join("experts on a GPU")
         num_experts = len(experts.experts)
         self.experts, self.own_stream = experts, own_stream
         self.model_info = {
@@ -44,7 +48,7 @@ class LocalExperts(GpuLayers):
         }
         shape = SlotShape(
             num_slots=num_slots, max_rows=max_rows, experts_per_row=top_k,
-            hidden_size=experts.hidden_size, element_bytes=experts.dtype.itemsize, fp8=False,
+            hidden_size=experts.hidden_size, element_bytes=experts.dtype.itemsize, fp8=fp8,
             reply_mode=ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM,
             reply_element_bytes=experts.dtype.itemsize,
         )

@@ -22,6 +22,7 @@ from ..device_structs import SIGNAL_WRITE
 from ..errors import ConfigError, ExpertwireError, NoServerError, ProtocolError, WaitTimeout
 from ..message import ReplyMode, SlotShape, dtype_of
 from ..registry.membership import Members, Membership, ServerInfo
+from ..trace import recorder as trace
 from .client import GpuClient, Peer
 from .hca import GpuHca
 from .layers import GpuLayers
@@ -132,8 +133,9 @@ class RemoteExperts(GpuLayers):
     graphs; else the client fails. `lost_servers` tells.
 
     do_ibgda: messages go through work queues that an HCA kernel on one multiprocessor executes
-    (hca.py), as they would through an adapter; else kernels write into the servers' slots. Through
-    work queues a lost server is a failure, replica or not.
+    (hca.py), as they would through an adapter; else kernels write into the servers' slots.
+
+    fp8: rows travel as e4m3 with a scale per 128 elements; lossy.
 
     Use it as `LocalExperts`: `moe`, `dispatch`, `check`, `expertwire.transformers.attach`. Raises
     NoServerError, WaitTimeout, AuthError, ConfigError, HcaError where memory cannot be shared.
@@ -143,7 +145,7 @@ class RemoteExperts(GpuLayers):
         self, registry: str, *, device: torch.device | int | None = None,
         token: bytes | None = None, max_rows: int = 256, num_slots: int = 2,
         batch_invariant: bool = True, timeout: float = 5.0, connect_timeout: float = 10.0,
-        do_ibgda: bool = False,
+        do_ibgda: bool = False, fp8: bool = False,
     ):
         self.refuse_capture()
         self.device = gpu_device(device)
@@ -151,10 +153,11 @@ class RemoteExperts(GpuLayers):
         self._max_rows, self._num_slots = max_rows, num_slots
         self._reply_mode = ReplyMode.PER_EXPERT if batch_invariant else ReplyMode.SUM
         self._timeout, self._connect_timeout = timeout, connect_timeout
-        self._do_ibgda = do_ibgda
+        self._do_ibgda, self._fp8 = do_ibgda, fp8
         self._hca: GpuHca | None = None
         self._links: list[_Link] = []
         self._watch: _Watch | None = None
+        trace.join(f"client-{os.getpid()}")
         self._connect()
 
     def _connect(self) -> None:
@@ -192,7 +195,7 @@ class RemoteExperts(GpuLayers):
         element = dtype_of(model["dtype"]).itemsize
         return SlotShape(
             num_slots=self._num_slots, max_rows=self._max_rows, experts_per_row=model["top_k"],
-            hidden_size=model["hidden_size"], element_bytes=element, fp8=False,
+            hidden_size=model["hidden_size"], element_bytes=element, fp8=self._fp8,
             reply_mode=self._reply_mode, reply_element_bytes=element,
         )
 

@@ -18,9 +18,10 @@ from ..device_structs import (
     ServerPollArgs,
     ServerReplyArgs,
     ServerSlot,
+    ServerTakeArgs,
 )
 from ..errors import ConfigError, ExpertwireError
-from ..message import DATA_TYPES, ReplyMode, SlotShape
+from ..message import DATA_TYPES, FP8_BLOCK, ReplyMode, SlotShape
 from ..target import GpuTarget
 from ..trace.device import Call, stamps_for
 from .experts import GpuExperts
@@ -82,9 +83,8 @@ class GpuServer:
         self._make_args(num_experts, server_id, int(wait_us * 1000))
         blocks = self._blocks()
         self._launch_take = target.prepare(
-            [("server_poll", self._poll), ("server_group", self._gather),
-             ("server_gather_rows", self._gather)],
-            grid=[1, 1, blocks], warps=[1, 32, WARPS],
+            [("server_take", ServerTakeArgs(poll=self._poll, gather=self._gather)),
+             ("server_gather_rows", self._gather)], grid=[1, blocks], warps=[32, WARPS],
         )
         self._launch_reply = target.prepare(
             [("server_reply_in_place", self._reply)], grid=blocks, warps=WARPS
@@ -113,7 +113,8 @@ class GpuServer:
             model=ServerModel(
                 num_layers=experts.num_layers, hidden_size=experts.hidden_size,
                 num_experts=num_experts, data_type=data_type,
-                max_experts_per_row=shape.experts_per_row,
+                max_experts_per_row=shape.experts_per_row, allow_fp8=shape.fp8,
+                scale_block=FP8_BLOCK,
             ),
         )
         self._gather = ServerGatherArgs(
@@ -123,7 +124,7 @@ class GpuServer:
             pair_position=pairs + pair_bytes, pair_reply_row=pairs + 2 * pair_bytes,
             gathered=self._gathered.data_ptr(), expert_rows=self._expert_rows.addr,
             num_messages=found, layer=found + 12, num_local=len(experts.experts),
-            num_experts=num_experts, min_rows=1,
+            num_experts=num_experts, min_rows=1, output_type=data_type,
         )
         self._reply = ServerReplyArgs(
             slots=self._slots.addr, messages=self._messages.addr,
@@ -222,4 +223,6 @@ class GpuServer:
             self._passes.close()
         with contextlib.suppress(AttributeError):
             self.stream.synchronize()
+        if self._stamps is not None:
+            self._stamps.collect()  # a trace may end when the server is gone
 

@@ -23,6 +23,7 @@ from ..message import ReplyMode, SlotShape
 from ..model.checkpoint import load_parts
 from ..registry.membership import Lease
 from ..server.client_link import check_request, refuse
+from ..trace import recorder as trace
 from .experts import GpuExperts
 from .hca import GpuHca
 from .server import GpuServer
@@ -54,6 +55,7 @@ class ExpertService:
     ):
         self.shard, self.model = experts, model
         self.name = name or f"server-{os.getpid()}"
+        trace.join(self.name)
         self.config = config or ServerConfig()
         self.registry_address = registry
         self._token = load_token() if token is None else token
@@ -216,7 +218,7 @@ class ExpertService:
                 "of this host: connect with --device cuda, or expertwire.cuda.remote.RemoteExperts"
             )
         shape = check_request(request, self.model, self.config)
-        if shape.fp8 or shape.element_bytes != self.shard.dtype.itemsize:
+        if shape.element_bytes != self.shard.dtype.itemsize:
             raise ConfigError(f"this server takes rows of {self.shard.dtype} only")
         return shape
 

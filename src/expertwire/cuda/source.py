@@ -10,8 +10,8 @@ DEVICE = Path(__file__).parent.parent / "device"
 
 # The files that define kernels; what they include comes with them.
 ROOTS = (
-    "client_route.cuh", "client_pack.cuh", "client_put.cuh", "client_send.cuh",
-    "client_combine.cuh", "client_failover.cuh",
+    "client_route.cuh", "client_pack.cuh", "client_put.cuh",
+    "client_quantise.cuh", "client_send.cuh", "client_combine.cuh", "client_failover.cuh",
     "server_poll.cuh", "server_gather.cuh", "server_reply.cuh", "server_echo.cuh",
     "device_checks.cuh", "gpu_hca.cuh", "clock_stamp.cuh",
 )

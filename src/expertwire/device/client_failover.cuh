@@ -2,7 +2,8 @@
 // batch is sent again to those that hold the same experts. Between a send and its combine:
 //
 //   client_failover   one block: waits; whoever is silent is lost, and `resend` says so
-//   client_send_direct with only_if = resend: the batch once more, under the next seq
+//   client_send_direct with only_if = resend: the batch once more, under the next seq; through work
+//                     queues route, pack and put do that, with missing_expert = resend
 //
 // Both do next to nothing when every server has answered. All servers that stay have answered by
 // then, so their slots are free.
@@ -16,7 +17,7 @@ struct ClientFailoverArgs {
   ClientCombineArgs wait;  // of the message that is under way
   u64 expert_servers;      // i32 [num_experts][max_replicas], as routing reads it: changed here
   u64 lost;                // u32 [num_servers], LostServer, in host memory: the host notes what it learns, too
-  u64 resend;              // u32*, out
+  u64 resend;              // i32*, out: -1 if the batch is to be sent again, else 0
   u32 num_experts, max_replicas;
 };
 
@@ -82,5 +83,5 @@ EW_KERNEL(client_failover, ClientFailoverArgs) {
   for (u32 expert = thread_idx(); expert < args.num_experts; expert += block_dim()) drop_lost(args, expert, seq);
   block_sync();
   if (thread_idx() == 0 && load_relaxed(code, Scope::kGpu) == kOk)
-    store_relaxed(at<u32>(args.resend), 1u, Scope::kGpu);
+    store_relaxed(at<u32>(args.resend), ~0u, Scope::kGpu);
 }

@@ -60,7 +60,8 @@ EW_DEVICE u64 request_flag(const ServerSlot& slot) {
   return load_acquire(at<const u64>(slot_flag(slot.recv_addr, slot.recv_slot_bytes)), Scope::kSystem);
 }
 
-EW_KERNEL(server_poll, ServerPollArgs) {
+// One block.
+EW_DEVICE void poll_slots(const ServerPollArgs& args) {
   ServerSlot* slots = at<ServerSlot>(args.slots);
   u32* state = at<u32>(args.slot_state);
   EW_SHARED(u32, look_again);
@@ -89,18 +90,19 @@ EW_KERNEL(server_poll, ServerPollArgs) {
     ServerSlot& slot = slots[i];
     const u64 seq = request_flag(slot);
     ServerMessage& message = messages[num_messages];
-    message.head = *at<const BufferHead>(slot.recv_addr);
-    message.reason = check_head(message.head, check_fields(message.head, slot, args.model, seq));
+    const BufferHead head = *at<const BufferHead>(slot.recv_addr);  // read once, then judged
+    message.head = head;
+    message.reason = check_head(head, check_fields(head, slot, args.model, seq));
     message.slot = i, message.pair_begin = num_pairs;
     message.queue_ns = 0;
-    message.num_reply_rows = message.head.num_rows;
+    message.num_reply_rows = head.num_rows;
     if (message.reason == kReasonOk) {
       // Another layer or data type, or more than a batch holds: stays for the next poll.
-      if (num_rows && (message.head.layer != layer || message.head.data_type != data_type)) continue;
-      if (num_rows && num_rows + message.head.num_rows > args.max_rows) continue;
-      layer = message.head.layer, data_type = message.head.data_type;
-      num_rows += message.head.num_rows;
-      num_pairs += message.head.num_rows * message.head.experts_per_row;
+      if (num_rows && (head.layer != layer || head.data_type != data_type)) continue;
+      if (num_rows && num_rows + head.num_rows > args.max_rows) continue;
+      layer = head.layer, data_type = head.data_type;
+      num_rows += head.num_rows;
+      num_pairs += head.num_rows * head.experts_per_row;
     } else {
       message.head.seq = seq;  // answer what the flag said; the head's own seq may be the damage
       message.head.num_rows = 0;
@@ -111,3 +113,5 @@ EW_KERNEL(server_poll, ServerPollArgs) {
   *at<u32>(args.num_messages) = num_messages;
   *at<u32>(args.num_rows) = num_rows, *at<u32>(args.num_pairs) = num_pairs, at<u32>(args.layer)[0] = layer, at<u32>(args.layer)[1] = data_type;
 }
+
+EW_KERNEL(server_poll, ServerPollArgs) { poll_slots(args); }

@@ -15,6 +15,7 @@
 //   copies        warp_copy warp_zero: wide accesses by all lanes on a GPU, memcpy on a CPU;
 //                 hold_bytes put_held: the two halves of a copy to one place or several
 //   rows          warp_row_sum: weighted sum of rows with a fixed order and rounding
+//                 load_element store_element store_eight: as fp32, rounded to nearest; float_bits bits_float
 //   pieces        row_piece() elements, copy_piece() bytes: what one warp takes at a time
 //   misc          bswap16/32/64 popcount(v) clock_ns() spin_pause()
 //

@@ -145,6 +145,16 @@ EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   if (lane_id() == 0 && num_bytes) memset(dst, 0, num_bytes);
 }
 
+EW_DEVICE u32 float_bits(float v) { return __builtin_bit_cast(u32, v); }
+EW_DEVICE float bits_float(u32 bits) { return __builtin_bit_cast(float, bits); }
+EW_DEVICE float load_element(const void* row, u32 type, u64 i) {
+  float v;
+  ew::row_add_scaled(&v, row, type, 1.0f, i, 1, true);
+  return v;
+}
+EW_DEVICE void store_element(void* row, u32 type, u64 i, float v) { ew::row_store(row, type, &v, i, 1); }
+EW_DEVICE void store_eight(void* row, u32 type, u64 i, const float* v) { ew::row_store(row, type, v, i, 8); }
+
 // See target_gpu.cuh for the rule; here one lane sums for the warp, in cache-sized pieces.
 template <typename RowAt>
 EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows, u64 first, u64 end, RowAt row_at) {

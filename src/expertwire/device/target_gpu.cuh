@@ -165,6 +165,8 @@ EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   for (u64 i = lane_id(); i < num_bytes; i += 32) static_cast<u8*>(dst)[i] = 0;
 }
 
+EW_DEVICE u32 float_bits(float v) { return __float_as_uint(v); }
+EW_DEVICE float bits_float(u32 bits) { return __uint_as_float(bits); }
 EW_DEVICE float half_to_float(u16 bits) {
   float v;
   asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));

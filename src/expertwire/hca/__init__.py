@@ -7,16 +7,13 @@ from typing import Any, cast
 from ..errors import ConfigError
 from .interface import Hca
 
-_PLANNED = {
-    "mlx5": "a real ConnectX through verbs",
-}
-
 
 def open_hca(name: str, **options: Any) -> Hca:
-    """Opens an HCA by name: "soft" (this host), "ucx" (other hosts), or "gpu" or "gpu:N" for
-    kernels on a GPU. Never falls back from one to another. options: of the HCA's class.
+    """Opens an HCA by name: "soft" (this host), "ucx" (other hosts), "mlx5:<device>[:<port>]" (a
+    real adapter), or "gpu" or "gpu:N" for kernels on a GPU. Never falls back from one to another.
+    options: of the HCA's class.
 
-    Raises ConfigError for a name that does not exist or that this release does not have yet.
+    Raises ConfigError for a name that does not exist, HcaError for what cannot be opened.
     """
     kind = name.split(":", 1)[0]
     if kind == "soft":
@@ -31,12 +28,11 @@ def open_hca(name: str, **options: Any) -> Hca:
         from ..cuda.hca import GpuHca
 
         return cast(Hca, GpuHca(gpu_index(name), **options))
-    if kind in _PLANNED:
-        what = _PLANNED[kind]
-        raise ConfigError(
-            f"hca {name!r} ({what}) is not part of this release; use 'soft', 'ucx' or 'gpu'"
-        )
-    raise ConfigError(f"no hca named {name!r}; use 'soft', 'ucx' or 'gpu'")
+    if kind == "mlx5":
+        from .mlx5 import open_mlx5
+
+        return cast(Hca, open_mlx5(name, **options))
+    raise ConfigError(f"no hca named {name!r}; use 'soft', 'ucx', 'mlx5:<device>' or 'gpu'")
 
 
 def gpu_index(name: str) -> int | None:

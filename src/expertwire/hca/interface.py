@@ -70,6 +70,7 @@ class Hca(Protocol):
     pointer: int
     wake_fd: int
     network: bool  # peers are on other hosts: connect_peer instead of import_peer
+    scheme: str  # with `network`: of the addresses of servers that are reached through it
     relaxed_ordering: bool  # writes may land in another order than they were posted
 
     def alloc(self, num_bytes: int) -> Memory: ...

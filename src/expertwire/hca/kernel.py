@@ -179,7 +179,7 @@ class KernelHca:
     blocks, warps: geometry of the kernel; on a GPU a block takes a multiprocessor while it runs.
     """
 
-    network = False
+    network, scheme = False, ""
 
     def __init__(self, target: Target, *, blocks: int = 1, warps: int = 1):
         self._target = target

@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,19 +82,22 @@ def num_data_bytes(wqe: Wqe) -> int:
 # -------------------------------------------------------------------- files
 
 
-def write_ring(out: BinaryIO, qp: Any, name: str = "") -> None:
+def write_ring(
+    out: BinaryIO, qp: Any, name: str = "", read: Callable[[int, int], bytes] = ctypes.string_at
+) -> None:
     """Appends a dump of a queue pair's ring, as it is now: racy while somebody posts.
 
-    qp: its device state (device_structs.IbgdaQp) with ring, record and completions in host memory.
+    qp: its device state (device_structs.IbgdaQp) whose ring, record and completions
+    `read(address, number of bytes)` reaches.
     """
     facts = {
         "expertwire_ring": 1, "name": name, "qpn": qp.qpn, "num_wqe": qp.num_wqe,
         "written": qp.ready_head, "rung": qp.prod_idx, "completed": qp.cons_idx,
-        "doorbell_record": ctypes.string_at(qp.dbrec_addr, 8).hex(),
-        "cqe": ctypes.string_at(qp.cq_addr, 64).hex(),
+        "doorbell_record": read(qp.dbrec_addr, 8).hex(),
+        "cqe": read(qp.cq_addr, 64).hex(),
     }
     out.write(json.dumps(facts).encode() + b"\n")
-    out.write(ctypes.string_at(qp.sq_addr, qp.num_wqe * WQE_BYTES))
+    out.write(read(qp.sq_addr, qp.num_wqe * WQE_BYTES))
 
 
 def read_rings(path: str | Path, *, index: int | None = None) -> list[Ring]:

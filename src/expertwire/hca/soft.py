@@ -259,7 +259,7 @@ class SoftHca(_Handle):
     """
 
     _what = "HCA"
-    network = False
+    network, scheme = False, ""
 
     def __init__(self, *, thread: bool = True, spin: bool = False):
         super().__init__()

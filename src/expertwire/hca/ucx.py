@@ -92,7 +92,7 @@ class UcxHca(SoftHca):
     is lost (0x15). Raises HcaError when UCX is not there or has no transport.
     """
 
-    network = True
+    network, scheme = True, "ucx"
 
     def __init__(
         self, *, thread: bool = True, spin: bool = False, ack_timeout: float = ACK_TIMEOUT

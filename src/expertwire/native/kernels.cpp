@@ -5,6 +5,7 @@
 #include "client_failover.cuh"
 #include "client_pack.cuh"
 #include "client_put.cuh"
+#include "client_quantise.cuh"
 #include "client_route.cuh"
 #include "client_send.cuh"
 #include "clock_stamp.cuh"
@@ -32,6 +33,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(client_put_ibgda, ClientPutArgs),
     EW_ENTRY(client_put_direct, ClientPutArgs),
     EW_ENTRY(client_put_sequential, ClientPutArgs),
+    EW_ENTRY(client_quantise, ClientQuantiseArgs),
     EW_ENTRY(client_send_direct, ClientSendArgs),
     EW_ENTRY(client_wait, ClientCombineArgs),
     EW_ENTRY(client_combine, ClientCombineArgs),
@@ -40,6 +42,7 @@ const Kernel kKernels[] = {
     EW_ENTRY(server_gather, ServerGatherArgs),
     EW_ENTRY(server_group, ServerGatherArgs),
     EW_ENTRY(server_gather_rows, ServerGatherArgs),
+    EW_ENTRY(server_take, ServerTakeArgs),
     EW_ENTRY(server_reply_ibgda, ServerReplyArgs),
     EW_ENTRY(server_reply_direct, ServerReplyArgs),
     EW_ENTRY(server_reply_in_place, ServerReplyArgs),
@@ -75,6 +78,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(ServerSlot)
   EW_SIZE(ServerMessage)
   EW_SIZE(ServerModel)
+  EW_SIZE(ServerTakeArgs)
   EW_SIZE(ew_step)
   EW_SIZE(ew_flight)
   EW_SIZE(ew_batch)
@@ -82,6 +86,7 @@ extern "C" __attribute__((visibility("default"))) unsigned ew_struct_bytes(const
   EW_SIZE(HcaKey)
   EW_SIZE(HcaQueue)
   EW_SIZE(ClockStamp)
+  EW_SIZE(ClientQuantiseArgs)
   if (strcmp(name, "TraceRecord") == 0) return sizeof(ew::TraceRecord);
   return 0;
 }

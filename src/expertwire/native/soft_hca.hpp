@@ -225,6 +225,7 @@ struct ew_hca {
   std::atomic<u32> asleep{0};
   std::atomic<bool> held_up{false};  // the last look met an entry that has to be tried again
   bool never_sleeps = false;  // doorbells come from a GPU, which cannot kick
+  std::atomic<bool> polled{false};  // what is waited for is written by an adapter, which wakes nobody
 };
 
 constexpr u64 kPieceBytes = 256 << 10;  // bytes one queue may move before the others get a turn

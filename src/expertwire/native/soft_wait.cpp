@@ -22,6 +22,7 @@ constexpr u64 kEngineSpinNs = 20'000;
 // Safety net for doorbells that nobody announced: while there are none, looks become rarer. A look
 // costs some cache misses per queue, and a host may have a hundred engines of a hundred queues.
 constexpr u64 kEngineSleepNs = 5'000'000, kLongestSleepNs = 320'000'000;
+constexpr u64 kPolledSleepNs = 20'000;    // of a waiting thread that nobody wakes
 constexpr u64 kPlainSpinNs = 5'000;        // a spinning thread offers its core this often
 constexpr u32 kPauses = 16;                // between two looks: a sibling hardware thread has work to do
 
@@ -161,6 +162,9 @@ EW_API void ew_hca_kick(ew_hca* hca) {
 
 EW_API int ew_hca_wake_fd(ew_hca* hca) { return hca->wake_fd; }
 
+// Waiting looks again every 20 us instead of sleeping until somebody wakes it.
+EW_API void ew_hca_set_polled(ew_hca* hca, u32 on) { hca->polled.store(on != 0, std::memory_order_relaxed); }
+
 EW_API void ew_hca_interrupt(ew_hca* hca) {
   hca->interrupted.store(1, std::memory_order_seq_cst);
   send_wake(hca->wake_fd);
@@ -190,7 +194,8 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
     if (executed == -EBUSY) ew_hca_kick(hca);  // whoever was at it may have passed our queue already
     set_sleeping(hca, 1);
     if (first_changed(words, seen, num_words) < 0 && !hca->interrupted.load(std::memory_order_seq_cst)) {
-      const u64 left_ns = timeout_ns - (now - start < timeout_ns ? now - start : timeout_ns);
+      u64 left_ns = timeout_ns - (now - start < timeout_ns ? now - start : timeout_ns);
+      if (hca->polled.load(std::memory_order_relaxed)) left_ns = std::min(left_ns, kPolledSleepNs);
       pollfd fds[2] = {{hca->woken_fd, POLLIN, 0}, {-1, POLLIN, 0}};
       bool may_sleep = true;
       if (hca->wire) {
@@ -205,6 +210,7 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
         return ew_fail(-errno, "reading the wake-up socket failed");
     }
     set_sleeping(hca, 0);
-    spin_start = now = monotonic_ns();
+    now = monotonic_ns();
+    if (!hca->polled.load(std::memory_order_relaxed)) spin_start = now;  // woken: it spins again
   }
 }

@@ -11,10 +11,10 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from ctypes import c_uint32, c_uint64
 
 import numpy as np
 
+from ..device_structs import ClockStamp, ClockStampArgs
 from ..target import Runnable, Target
 from . import recorder as trace
 from .align import ClockFit, fit_clock
@@ -22,17 +22,6 @@ from .file import KIND_DEVICE, Record
 
 STAMPS = 1 << 16  # kept per device, the last ones
 SAMPLES = 16  # comparisons of the clocks, each time
-
-
-class ClockStamp(ctypes.Structure):
-    """struct ClockStamp of device/clock_stamp.cuh."""
-
-    _fields_ = (("time_ns", c_uint64), ("mark", c_uint32), ("number", c_uint32))
-
-
-class ClockStampArgs(ctypes.Structure):
-    _fields_ = (("stamps", c_uint64), ("count", c_uint64), ("capacity", c_uint32),
-                ("mark", c_uint32))
 
 
 class Call:
