@@ -80,6 +80,8 @@ def test_up_a_crash_more_servers_and_down(command, tmp_path, marked):
 
     done = command("status", "--cluster", "moe")
     assert "server-1" in done.stdout and "2 servers" in done.stdout, done.exception
+    watched = command("status", "--cluster", "moe", "--watch").exception
+    assert f"--registry {facts['registry']}" in str(watched)
     assert "experts of demo_model" in command("logs", "server-0").stdout
     assert "there are registry, server-0" in str(command("logs", "server-7").exception)
 

@@ -149,3 +149,17 @@ def test_without_a_cluster(tmp_path, monkeypatch):
         manage.down(None)
     with pytest.raises(ConfigError, match="--on 'mars': it is local or ray"):
         manage.open_backend(parse_config({"name": "a", "model": "m"}), "mars")
+
+
+def test_a_cluster_whose_ray_is_gone_can_be_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    write_record(parse_config({"name": "far", "model": "m"}), "ray")
+    file = tmp_path / "far.yaml"
+    file.write_text(f"model: {tmp_path}")
+    with pytest.raises(ConfigError, match="far is up already, on ray"):
+        manage.up(str(file), "local", timeout=1)
+    assert manage.down(None, forget=True) == "far"
+    assert find_record("far") is None
+    write_record(parse_config({"name": "near", "model": "m"}), "local")
+    with pytest.raises(ConfigError, match="--forget is for a cluster on Ray"):
+        manage.down(None, forget=True)

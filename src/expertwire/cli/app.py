@@ -253,9 +253,9 @@ def status(
     from ..observe.status import show_status, watch_status
 
     if cluster:
-        from ..cluster.cli import show_cluster
+        from .cluster import show_cluster
 
-        show_cluster(cluster, as_json)
+        show_cluster(cluster, as_json, watch)
         return
 
     if watch:

@@ -8,6 +8,7 @@ restarts are Ray's alone, after whatever has gone: the command, the worker, or t
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -44,13 +45,13 @@ class CommandActor:
 
     def __init__(
         self, config: dict[str, Any], name: str, registry: str, secret: Secret | None,
-        num_servers: int, restarted: bool = False, leave: Callable[[], None] | None = None,
+        num_servers: int, leave: Callable[[], None] | None = None,
     ):
         parsed = parse_config(config)
-        self.name, self.restarted = name, restarted
+        self.name = name
         self._leave = leave or _leave_ray
         self._ready = READY.get(name, READY[""])
-        self._state, self._since, self._stopping = STARTING, time.monotonic(), False
+        self._state, self._since, self._stopping = STARTING, time.monotonic(), threading.Event()
         arguments = (
             registry_arguments(parsed, registry) if name == REGISTRY
             else server_arguments(parsed, name, registry, num_servers)
@@ -68,21 +69,22 @@ class CommandActor:
 
     def _watch(self) -> None:
         code = self._child.process.wait()
-        if self._stopping:
+        if self._stopping.is_set():
             return
         if code == 0 and self.name != REGISTRY:  # drained
             self._leave()
             return
         if code > 0 and time.monotonic() - self._since < YOUNG_SECONDS:
             self._state = FAILED if self._state == STARTING else self._state
-            time.sleep(PAUSE_SECONDS)
+            if self._stopping.wait(PAUSE_SECONDS):
+                return
         print(f"{self.name} ended with exit code {code}", flush=True)
         os._exit(1)
 
     def describe(self) -> dict[str, Any]:
         """state, pid of the command, whether Ray restarted it, and its last line."""
         return {"state": self._state, "pid": self._child.process.pid, "node": _node_address(),
-                "restarted": self.restarted or _was_restarted(), "said": self._last_words()}
+                "restarted": _was_restarted(), "said": self._last_words()}
 
     def log(self, lines: int) -> list[str]:
         return self._child.lines[-lines:]
@@ -92,24 +94,27 @@ class CommandActor:
 
     def stop(self) -> int:
         """Ends the command; its exit code. The actor is good for nothing afterwards."""
-        self._stopping = True
+        self._stopping.set()
         return self._child.stop()
 
 
-def _was_restarted() -> bool:
-    import ray
+def _ray() -> Any:
+    """The module in a process that is connected to Ray, else None."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and ray.is_initialized() else None
 
-    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+
+def _was_restarted() -> bool:
+    ray = _ray()
+    return ray is not None and ray.get_runtime_context().was_current_actor_reconstructed
 
 
 def _node_address() -> str:
-    import ray
-
-    return ray.util.get_node_ip_address() if ray.is_initialized() else "localhost"
+    ray = _ray()
+    return ray.util.get_node_ip_address() if ray is not None else "localhost"
 
 
 def _leave_ray() -> None:
-    import ray
-
     # Not os._exit: that would look like a crash, and Ray would start it again.
+    ray = _ray()
     ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

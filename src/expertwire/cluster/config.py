@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+import yaml.constructor
 
 from ..control.channel import parse_address
 from ..errors import ConfigError

@@ -40,10 +40,7 @@ def open_backend(config: ClusterConfig, where: str) -> Backend:
 def find_cluster(which: str | None, where: str | None) -> tuple[str, Backend]:
     """The name and backend of a cluster that is up. which: its name, its YAML file, or None for
     the only one. where: for a YAML file of a cluster that was started elsewhere."""
-    if which is None:
-        which = only_name()
-    config = load_config(which) if which.endswith((".yaml", ".yml")) else None
-    name = config.name if config else which
+    name, config = _named(which)
     found = find_record(name)
     if found:
         return name, open_backend(found[1], where or found[0])
@@ -51,6 +48,12 @@ def find_cluster(which: str | None, where: str | None) -> tuple[str, Backend]:
         return name, open_backend(config, where)
     raise ConfigError(f"no cluster {name!r} was started from here; its YAML file and --on say how "
                       "to reach one that was started elsewhere")
+
+
+def _named(which: str | None) -> tuple[str, ClusterConfig | None]:
+    which = only_name() if which is None else which
+    config = load_config(which) if which.endswith((".yaml", ".yml")) else None
+    return (config.name if config else which), config
 
 
 def up(path: str, where: str, *, timeout: float, quiet: bool = False) -> dict[str, Any]:
@@ -61,11 +64,9 @@ def up(path: str, where: str, *, timeout: float, quiet: bool = False) -> dict[st
     """
     config = load_config(path)
     found = find_record(config.name)
-    if found:
-        backend = open_backend(found[1], found[0])
-        if backend.describe():
-            raise ConfigError(f"cluster {config.name} is up already, on {found[0]}; `expertwire "
-                              f"down {config.name}` ends it")
+    if found and (found[0] != where or open_backend(found[1], where).describe()):
+        raise ConfigError(f"cluster {config.name} is up already, on {found[0]}; `expertwire "
+                          f"down {config.name}` ends it")
     backend = open_backend(config, where)
     if not Path(config.model).is_dir() and where == "local":
         raise ConfigError(f"{path}: model: there is no folder {config.model}")
@@ -81,8 +82,20 @@ def up(path: str, where: str, *, timeout: float, quiet: bool = False) -> dict[st
     return report(config.name, backend)
 
 
-def down(which: str | None, where: str | None = None) -> str:
-    """Ends a cluster; returns its name when nothing of it is left."""
+def down(which: str | None, where: str | None = None, *, forget: bool = False) -> str:
+    """Ends a cluster; returns its name when nothing of it is left.
+
+    forget: end nothing, drop what is noted about it: for one whose Ray cluster is gone for good.
+    Raises ConfigError if there is none, or to forget one of this host, which can be ended.
+    """
+    if forget:
+        name = _named(which)[0]
+        found = find_record(name)
+        if not found or found[0] == "local":
+            raise ConfigError("--forget is for a cluster on Ray that was started from here; "
+                              f"{name} is none")
+        remove_record(name)
+        return name
     name, backend = find_cluster(which, where)
     backend.stop()
     remove_record(name)

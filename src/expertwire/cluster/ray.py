@@ -22,6 +22,7 @@ from .config import ClusterConfig
 
 try:
     import ray
+    import ray.exceptions
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy,
@@ -53,7 +54,8 @@ class RayBackend:
                          logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as err:
                 raise ConfigError(f"no Ray cluster at {config.ray.address!r}: {err}; `ray start "
-                                  "--head` starts one") from None
+                                  "--head` starts one, and `expertwire down "
+                                  f"{config.name} --forget` drops one that is gone") from None
 
     # ---------------------------------------------------------------- the backend's methods
 
@@ -155,7 +157,7 @@ class RayBackend:
         )
 
     def _end(self, names: list[str]) -> None:
-        """Servers first; asks the commands to end, then takes the actors away for good."""
+        """Asks the commands to end, then takes the actors away for good."""
         actors = {}
         for name in names:
             with contextlib.suppress(ValueError):  # it has gone meanwhile

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..cli.app import JsonOption, app, print_json
+from .app import JsonOption, app, print_json
 
 OnOption = Annotated[
     str | None, typer.Option("--on", metavar="local|ray", help="where it runs, for a YAML file of "
@@ -27,19 +27,25 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start a registry and expert servers from a YAML file; returns when all of them serve."""
-    from .manage import report_lines
-    from .manage import up as start
+    from ..cluster.manage import report_lines
+    from ..cluster.manage import up as start
 
     facts = start(config, on, timeout=timeout, quiet=as_json)
     print_json(facts) if as_json else print("\n".join(report_lines(facts)))
 
 
 @app.command()
-def down(cluster: WhichArgument = None, on: OnOption = None) -> None:
+def down(
+    cluster: WhichArgument = None,
+    on: OnOption = None,
+    forget: Annotated[bool, typer.Option("--forget", help="only drop what is noted here about a "
+                                         "cluster whose Ray is gone")] = False,
+) -> None:
     """End a cluster that `up` started; nothing of it stays."""
-    from .manage import down as end
+    from ..cluster.manage import down as end
 
-    print(f"{end(cluster, on)} is down")
+    name = end(cluster, on, forget=forget)
+    print(f"{name} is {'forgotten' if forget else 'down'}")
 
 
 @app.command()
@@ -52,8 +58,8 @@ def scale(
     as_json: JsonOption = False,
 ) -> None:
     """Start more servers of a cluster, or drain some of them, while clients go on."""
-    from .manage import report_lines
-    from .manage import scale as change
+    from ..cluster.manage import report_lines
+    from ..cluster.manage import scale as change
 
     facts = change(cluster, servers, where=on, timeout=timeout, quiet=as_json)
     print_json(facts) if as_json else print("\n".join(report_lines(facts)))
@@ -69,17 +75,22 @@ def logs(
     on: OnOption = None,
 ) -> None:
     """Print what a process of a cluster said."""
-    from .manage import find_cluster
+    from ..cluster.manage import find_cluster
 
     print("\n".join(find_cluster(cluster, on)[1].log(process, lines)))
 
 
-def show_cluster(which: str, as_json: bool) -> None:
-    """`expertwire status --cluster`: the processes, then what the registry knows."""
+def show_cluster(which: str, as_json: bool, watch: bool) -> None:
+    """`expertwire status --cluster`: the processes, then what the registry knows. Raises
+    ConfigError with `watch`, which goes with --registry."""
+    from ..cluster.manage import find_cluster, report, report_lines
+    from ..errors import ConfigError
     from ..observe.status import show_status
-    from .manage import find_cluster, report, report_lines
 
     name, backend = find_cluster(which, None)
+    if watch:
+        raise ConfigError("--watch goes without --cluster; its registry is --registry "
+                          + backend.registry_address())
     facts = report(name, backend)
     if as_json:
         print_json({**show_status(facts["registry"], quiet=True), "cluster": facts})
