@@ -13,7 +13,7 @@ OnOption = Annotated[
                              "a cluster that was started elsewhere")
 ]
 WhichArgument = Annotated[
-    str | None, typer.Argument(metavar="[CLUSTER]", help="its name or YAML file; default: the only "
+    str | None, typer.Argument(metavar="CLUSTER", help="its name or YAML file; default: the only "
                                "one that was started from here")
 ]
 
