@@ -15,7 +15,7 @@ import torch
 
 from expertwire import Client
 from expertwire.chaos.fleet import Fleet
-from expertwire.client.patience import FLOOR
+from expertwire.client.patience import ENOUGH, FLOOR
 from expertwire.demo import demo_model_path
 from expertwire.errors import NoServerError
 from expertwire.model.checkpoint import load_experts
@@ -57,8 +57,9 @@ class Load:
         return seconds
 
     def steps(self, client: Client, seconds: float) -> list[float]:
+        """For so long, and so many that the deadlines follow what was observed."""
         end, taken = time.monotonic() + seconds, []
-        while time.monotonic() < end:
+        while time.monotonic() < end or len(taken) < ENOUGH:
             taken.append(self.step(client, len(taken) % len(self.want)))
         return taken
 

@@ -152,7 +152,7 @@ def test_a_registry_that_was_stopped_for_longer_than_the_lease_blames_nobody():
         server = peer()
         server.register("a")
         epoch = reg.epoch
-        reg._loop.call_soon_threadsafe(time.sleep, 0.9)
+        reg.loop.call_soon_threadsafe(time.sleep, 0.9)
         time.sleep(0.95)
         assert server.ask("heartbeat", stats={})["type"] == "alive"
         assert reg.epoch == epoch
