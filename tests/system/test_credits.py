@@ -129,6 +129,7 @@ def test_a_credit_that_falls_below_what_is_queued_still_lets_it_through():
 def test_nonsense_from_a_server_changes_no_credit():
     with cluster([range(6)], MODEL) as (client, servers, _):
         link, before = client.links.table.links[0], client.links.credit
+        wait_until(lambda: servers[0]._clients)  # the client may be done with the handshake first
         for credit in (None, "5", -1, 2.5, True, [1]):
             servers[0]._clients[0].channel.send({"type": "credit", "credit": credit})
         time.sleep(0.1)

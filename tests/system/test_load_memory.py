@@ -22,7 +22,8 @@ EXPERT_BYTES = 2 * NUM_EXPERTS * 3 * HIDDEN * INNER * 4  # two layers, three mat
 PREAMBLE = """
 import json, sys
 from pathlib import Path
-from expertwire import checkpoint, transformers as integration
+from expertwire import transformers as integration
+from expertwire.model import checkpoint
 
 small, large = sys.argv[1:]
 

@@ -9,8 +9,8 @@ import torch
 from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 import expertwire
-import expertwire.client
-import expertwire.server
+import expertwire.client.client
+import expertwire.server.server
 from expertwire.errors import NoServerError
 from expertwire.hca import open_hca
 from expertwire.hca.fault import Faults, FaultyHca
@@ -28,7 +28,7 @@ def path(monkeypatch):
         def open_faulty(name, **options):
             return FaultyHca(open_hca(name, **options), Faults(seed=next(seeds), **faults))
 
-        for module in (expertwire.client, expertwire.server.server):
+        for module in (expertwire.client.client, expertwire.server.server):
             monkeypatch.setattr(module, "open_hca", open_faulty)
 
     return install
