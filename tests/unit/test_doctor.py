@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import time
 
 import pytest
@@ -106,6 +107,12 @@ def test_a_check_that_fails_or_hangs_is_one_finding_and_stops_no_other():
 def test_a_probe_that_crashes_says_its_last_words():
     facts = Probe("nonsense").result(time.monotonic() + 20)
     assert "KeyError" in facts["error"] and "exit code 1" in facts["error"]
+
+
+def test_a_probe_that_crashes_says_by_which_signal():
+    probe = Probe("job")
+    os.kill(probe._process.pid, signal.SIGSEGV)
+    assert "SIGSEGV" in probe.result(time.monotonic() + 20)["error"]
 
 
 def test_a_probe_that_hangs_is_killed():

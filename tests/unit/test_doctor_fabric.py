@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -162,6 +165,19 @@ def test_ucx():
 def test_the_ucx_probe_says_what_is_here():
     """Either no UCX at all, or its transports: those in one process are always among them."""
     facts = Probe("ucx").result(time.monotonic() + 90)
-    assert "missing" in facts or {"self", "tcp"} <= set(facts["transports"]), facts
+    assert "missing" in facts or {"self", "tcp"} <= set(facts.get("transports", ())), facts
     for finding in ucx_findings(facts):
         assert finding.state == "ok" or finding.fix, finding
+
+
+def test_the_ucx_probe_prints_its_object_alone():
+    run = subprocess.run([sys.executable, "-P", "-m", "expertwire.doctor.probe", "ucx"],
+                         capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0 and run.stderr == "", run
+    assert json.loads(run.stdout).keys() & {"missing", "transports"}
+
+
+def test_the_ucx_probe_looks_at_the_library_of_the_hca():
+    facts = Probe("ucx", env={"EXPERTWIRE_UCX_LIBRARY": "/no/libucp.so.0"}).result(
+        time.monotonic() + 90)
+    assert "/no/libucp.so.0" in facts["missing"]

@@ -233,7 +233,9 @@ def test_the_command(capsys, tmp_path):
 
 @pytest.mark.parametrize(("content", "text"), [
     ("[1, 2]", "the model has 16"), ("nothing", "JSON list"), ('{"other": 1}', "JSON list"),
-    (json.dumps([0] * 16), "the model has 16"),
+    (json.dumps([0] * 16), "not all 0"),
+    (json.dumps([math.nan] * 16), "at least 0"),
+    (json.dumps([-1] + [1] * 15), "at least 0"),
 ])
 def test_loads_that_are_none(content, text, tmp_path, capsys):
     (tmp_path / "loads.json").write_text(content)

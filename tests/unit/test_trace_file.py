@@ -25,6 +25,7 @@ from expertwire.trace.file import (
     parts_folder,
     read_part,
 )
+from expertwire.trace.summary import load_trace
 
 
 @pytest.fixture
@@ -236,3 +237,18 @@ def test_the_environment_begins_a_trace(path, monkeypatch):
 
 def test_a_boot_has_one_name():
     assert boot_id() == boot_id() and len(boot_id()) == 16
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"traceEvents": [1]}',
+                                  '{"traceEvents": [{"ph": "X", "name": "put"}]}'])
+def test_a_file_that_is_no_trace(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ConfigError, match="not a trace of ours"):
+        load_trace(tmp_path / "other.json")
+
+
+def test_a_merge_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "no.part").write_bytes(b"no part")
+    with pytest.raises(ConfigError, match="no part of a trace"):
+        merge(tmp_path / "trace.json", [tmp_path / "no.part"])
+    assert [path.name for path in tmp_path.iterdir()] == ["no.part"]

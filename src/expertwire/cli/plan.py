@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[str, typer.Argument(help="folder with the model's config.json")],
     tokens: Annotated[int, typer.Option("--tokens-per-step", min=1, help="of each client")] = 1,
-    clients: Annotated[int, typer.Option(min=1, help="attention clients")] = 1,
+    clients: Annotated[int, typer.Option(min=1, max=100_000, help="attention clients")] = 1,
     device: Annotated[str, typer.Option(help="where the experts are: cpu or h200")] = "cpu",
     links: Annotated[str | None, typer.Option(help="RATE:LATENCY, as 400Gbit:3us; default: memory "
                                               "of one host")] = None,
@@ -142,6 +142,8 @@ def read_loads(path: str, num_experts: int) -> list[float]:
     except (OSError, ValueError, KeyError, TypeError) as err:
         raise ConfigError(f"--loads {path}: {err}; it is a JSON list of rows per expert, or "
                           "what `expertwire rebalance --json` prints") from err
-    if len(rows) != num_experts or min(rows) < 0 or sum(rows) <= 0:
+    if len(rows) != num_experts:
         raise ConfigError(f"--loads {path}: {len(rows)} experts, the model has {num_experts}")
+    if not all(0 <= value < math.inf for value in rows) or not 0 < sum(rows) < math.inf:
+        raise ConfigError(f"--loads {path}: rows per expert are numbers of at least 0, not all 0")
     return [row / sum(rows) for row in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -83,8 +84,17 @@ class Probe:
                 return json.loads(out.splitlines()[-1])
             except (ValueError, IndexError):
                 pass
+        if self._process.returncode < 0:  # what it said until then is not why
+            return {"error": f"the check crashed ({signal_name(-self._process.returncode)})"}
         words = (err.strip() or out.strip() or "it said nothing").splitlines()[-1][:300]
         return {"error": f"{words} (exit code {self._process.returncode})"}
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def run_checks(

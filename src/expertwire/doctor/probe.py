@@ -8,7 +8,6 @@ import itertools
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 COUNT = 256
@@ -198,27 +197,33 @@ def copy_between(driver: Driver, here: int, there: int) -> bool:
 
 
 def ucx() -> dict[str, Any]:
-    """UCX's version and transports: of a libucx wheel, else the system's."""
-    place = find_ucx()
+    """Version and transports of the UCX that the HCA opens."""
+    from ..hca.ucx import find_library, set_defaults
+
+    set_defaults()
+    # The HCA's very file: in the wheel, libucp.so is a copy of libucp.so.0, and a process that has
+    # loaded both ends with a segmentation fault.
+    place = find_library()
     try:
-        uct, ucp = (ctypes.CDLL(name, ctypes.RTLD_GLOBAL) for name in place)
+        ucp = ctypes.CDLL(place)
     except OSError as err:
         return {"missing": str(err)}
     ucp.ucp_get_version_string.restype = ctypes.c_char_p
+    # The transports are in libuct, which libucp depends on: dlsym finds them through libucp.
     listed, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_uint()
-    if code := uct.uct_query_components(ctypes.byref(listed), ctypes.byref(count)):
+    if code := ucp.uct_query_components(ctypes.byref(listed), ctypes.byref(count)):
         raise RuntimeError(f"uct_query_components: error {code}")
     names = []
     for i in range(count.value):
         # uct_component_attr (uct.h): field_mask (1: name, 2: md_resource_count), name[16], count
         attributes = ctypes.create_string_buffer(256)
         ctypes.c_uint64.from_buffer(attributes).value = 3
-        if uct.uct_component_query(ctypes.c_void_p(listed[i]), attributes):
+        if ucp.uct_component_query(ctypes.c_void_p(listed[i]), attributes):
             continue
         name = attributes.raw[8:24].split(b"\0")[0].decode()
         if ctypes.c_uint.from_buffer(attributes, 24).value:  # there are devices for it
             names.append(name)
-    return {"version": ucp.ucp_get_version_string().decode(), "library": place[1],
+    return {"version": ucp.ucp_get_version_string().decode(), "library": place,
             "transports": names, "open_hca": opens("ucx")}
 
 
@@ -232,19 +237,6 @@ def opens(name: str) -> str:
     except (ExpertwireError, OSError) as err:
         return str(err)
     return ""
-
-
-def find_ucx() -> tuple[str, str]:
-    """(libuct, libucp), as a wheel of this interpreter has them or as the loader finds them."""
-    from importlib.util import find_spec
-
-    spec = find_spec("libucx")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        lib = Path(folder) / "lib"
-        found = [sorted(lib.glob(f"lib{name}.so*")) for name in ("uct", "ucp")]
-        if all(found):
-            return str(found[0][0]), str(found[1][0])
-    return "libuct.so.0", "libucp.so.0"
 
 
 def verbs(device: str) -> dict[str, Any]:

@@ -56,6 +56,13 @@ SETTINGS = {
 }
 
 
+def set_defaults() -> None:
+    """SETTINGS, for what the user has not set. To be called before UCX is loaded: it reads some of
+    them then, and warns on stdout about those that came later."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
 class UcxWindow(SoftWindow):
     """The keys that one peer gets. `handle` travels to that peer, no descriptor does."""
 
@@ -99,8 +106,7 @@ class UcxHca(SoftHca):
     ):
         if not 0 < ack_timeout <= 3600:
             raise ConfigError(f"ack_timeout must be from 0 to 3600 s, not {ack_timeout!r}")
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
+        set_defaults()
         self._ack_timeout = ack_timeout
         super().__init__(thread=thread, spin=spin)
         length = _wire_calls().address(self.handle, None, 0)

@@ -51,11 +51,15 @@ def merge(path: str | Path, extra: Sequence[str | Path] = ()) -> Path:
     folder = parts_folder(path)
     if not folder.is_dir() and not extra:
         raise ConfigError(f"there are no parts at {folder}; trace with EXPERTWIRE_TRACE={path}")
-    folder.mkdir(exist_ok=True)
+    brought = [read_part(Path(file)) for file in extra]
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as err:
+        raise ConfigError(f"no place for a trace at {path}: {err.strerror}") from err
     with locked(folder):
         files = sorted(folder.glob("*.part"))
         alive = live_parts(folder)
-        parts = [read_part(Path(file)) for file in [*files, *extra]]
+        parts = [*map(read_part, files), *brought]
         if not parts:
             raise ConfigError(f"there are no parts at {folder} yet")
         temporary = path.with_name(f"{path.name}.{os.getpid()}")

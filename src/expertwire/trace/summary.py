@@ -26,6 +26,7 @@ PHASES = (
     ("until all replies are in", "combine", False),
     ("combine", "combine", True),
 )
+SLICE_HAS = {"name", "cat", "ts", "dur", "pid", "tid", "args"}
 STEP_OF_SLICE = ("put", "poll", "experts", "reply", "combine")
 
 
@@ -41,11 +42,12 @@ def load_trace(path: str | Path) -> list[Event]:
         merge(path)
     try:
         events = json.loads(path.read_text())["traceEvents"]
-        assert all("ph" in event for event in events)
+        assert all(event.keys() >= SLICE_HAS for event in events if event["ph"] == "X"), \
+            f"a slice has not all of {', '.join(sorted(SLICE_HAS))}"
     except OSError as err:
         raise ConfigError(f"no trace at {path}: {err.strerror}; EXPERTWIRE_TRACE={path} in front "
                           "of a command makes one") from err
-    except (ValueError, KeyError, TypeError, AssertionError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as err:
         raise ConfigError(f"{path} is not a trace of ours: {err}") from err
     return events
 
