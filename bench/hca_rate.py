@@ -286,7 +286,12 @@ def main() -> None:
         with socket.socket(fileno=fd) as link:
             play(link, size, 0, False)
         return
-    rows = measure([int(size) for size in options.sizes.split(",")], options.seconds)
+    sizes = [int(text) for text in options.sizes.split(",") if text.strip().isdigit()]
+    if len(sizes) != len(options.sizes.split(",")) or any(size < 8 or size % 8 for size in sizes):
+        parser.error("--sizes: multiples of 8, at least 8, with commas between them")
+    if not options.seconds > 0:
+        parser.error("--seconds must be more than 0")
+    rows = measure(sizes, options.seconds)
     print(json.dumps(list(rows))) if options.json else show(rows)
 
 

@@ -248,6 +248,7 @@ class DeviceRig(Rig):
         super().__init__(depth, **options)
         for _ in range(num_device_qps - 1):
             self.add_qp(depth)
+        self._tables: list[ctypes.Array] = []
         self.scratch = self.here.alloc(4096)
         scratch_mr = self.here.register(self.scratch.addr, 4096, ALL_ACCESS)
         self.states = (IbgdaQp * num_device_qps)(*[
@@ -292,10 +293,11 @@ class DeviceRig(Rig):
     def run_args(self, per_warp) -> tuple[IbgdaRunArgs, ctypes.Array]:
         """Arguments of the ibgda_run kernel and one KernelStatus per warp."""
         flat = [IbgdaOperation(**o) for operations in per_warp for o in operations]
-        self._table = (IbgdaOperation * len(flat))(*flat)
+        table = (IbgdaOperation * len(flat))(*flat)
+        self._tables.append(table)  # several launches may be under way
         status = (KernelStatus * len(per_warp))()
         return IbgdaRunArgs(
-            peer=ctypes.addressof(self.device_peer), operations=ctypes.addressof(self._table),
+            peer=ctypes.addressof(self.device_peer), operations=ctypes.addressof(table),
             status=ctypes.addressof(status), num_operations=len(per_warp[0]),
         ), status
 

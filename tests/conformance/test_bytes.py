@@ -302,6 +302,24 @@ def test_10_whole_entry_through_the_register():
         assert rig.at_remote(0, 9) == b"blueflame" and rig.qp.indices() == (1, 1)
 
 
+@pytest.mark.parametrize("buffer", [0x800, 0x900])
+@pytest.mark.parametrize("num_bytes", [28, 29, 156, 220])
+def test_10_whole_entry_of_up_to_four_blocks_in_either_buffer(buffer, num_bytes):
+    """Also one that the end of the ring cuts; what the register is left with rings nothing."""
+    with Rig(16) as rig:
+        rig.do(*[rig.wqe(NOP) for _ in range(15)])
+        wqe, payload = rig.inline(0, bytes(range(1, 1 + num_bytes))), bytes(range(1, 1 + num_bytes))
+        first = rig.post(wqe, ring=False)
+        rig.set_record(rig.next_idx)
+        whole = replace(wqe, index=first).encode().ljust(64 * (rig.next_idx - first), b"\0")
+        rig.set_register(0, raw=whole, at=buffer)
+        rig.run()
+        assert rig.at_remote(0, num_bytes + 1) == payload + b"\0" and rig.cqe().wqe_counter == first
+        assert rig.qp.indices() == (rig.next_idx, rig.next_idx) and rig.error() == 0
+        assert rig.do(rig.inline(512, b"next")).wqe_counter == rig.next_idx - 1
+        assert rig.at_remote(512, 4) == b"next"
+
+
 ACCEPTED = {NOP, WRITE, 0x09, 0x10, 0x11, 0x12, 0x14, 0x15, DUMP}
 
 

@@ -254,7 +254,8 @@ def test_49_quiet_returns_the_syndrome():
 
 
 def test_50_schedules_give_the_same_memory():
-    """One lane after another, lanes in lock-step of any width, seeded, and an engine thread."""
+    """One lane after another, lanes in lock-step of any width, seeded, an engine thread, and each
+    warp on a thread of its own."""
     def program(rig):
         return [
             [rig.operation(PUT, 100 * w + 10 * i, 10 * i, num_bytes=10, message_idx=i)
@@ -276,4 +277,21 @@ def test_50_schedules_give_the_same_memory():
         rig.fill(0, bytes(range(1, 51)))
         assert all(s.code == 0 for s in rig.launch(program(rig), engine=False))
         images.add(rig.at_remote(0, 8192))
+    for warp_size in (1, 4):
+        with DeviceRig(32, chunk_bytes=64, thread=True) as rig:
+            rig.fill(0, bytes(range(1, 51)))
+            start, codes = threading.Barrier(4), []
+
+            def run(operations, rig=rig, start=start, codes=codes, warp_size=warp_size):
+                start.wait()
+                codes.extend(s.code for s in rig.launch([operations], warp_size=warp_size,
+                                                        engine=False))
+
+            threads = [threading.Thread(target=run, args=(o,)) for o in program(rig)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert codes == [0] * 4
+            images.add(rig.at_remote(0, 8192))
     assert len(images) == 1

@@ -43,9 +43,31 @@ _FLAG_PUT = (
     "args.shape.seq,\n"
     "             server.previous_seq, server.slot_idx, args.signal_mode, qp_id, status, s);\n"
 )
+_IMMEDIATE = "status, peer_idx, kOpRdmaWriteImm, slot_idx);"
 
 MUTATIONS = [
     Mutation("flag before head", PUT, _HEAD_PUT + _FLAG_PUT, _FLAG_PUT + _HEAD_PUT, "message"),
+    Mutation(
+        "immediate before head", PUT, _HEAD_PUT,
+        "    if (args.signal_mode == kSignalWriteImm)\n" + _FLAG_PUT + _HEAD_PUT, "message",
+    ),
+    Mutation(
+        "immediate left out", PUT, _IMMEDIATE,
+        _IMMEDIATE.replace("kOpRdmaWriteImm", "kOpRdmaWrite"), "message",
+    ),
+    Mutation(
+        "immediate of another slot", PUT, _IMMEDIATE,
+        _IMMEDIATE.replace("slot_idx", "slot_idx + 1"), "message",
+    ),
+    Mutation(
+        "immediate in the wrong byte order", QUEUE,
+        "wqe_inline_segment(value, num_bytes), {}, bswap32(imm)",
+        "wqe_inline_segment(value, num_bytes), {}, imm", "message",
+    ),
+    Mutation(
+        "fetch-add of one too many", PUT, "remote_flag, seq - previous_seq, 8,",
+        "remote_flag, seq - previous_seq + 1, 8,", "message",
+    ),
     Mutation(
         "direct flag without release", PUT,
         "    fence(Scope::kSystem);\n    store_release(at<u64>(key->mapped",

@@ -13,6 +13,8 @@ SEEDS_PER_TEST = 10
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "first_seed" in metafunc.fixturenames:
         seeds = metafunc.config.getoption("--schedules")
+        if seeds < 1:
+            raise pytest.UsageError(f"--schedules must be at least 1, not {seeds}")
         metafunc.parametrize("first_seed", range(0, seeds, SEEDS_PER_TEST))
 
 
