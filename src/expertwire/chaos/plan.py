@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -100,13 +101,26 @@ def parse_plan(content: object, name: str) -> Plan:
         value = content.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"plan {name}: {key} must be a whole number from {least} on")
-    if content.get("signal_mode", "write") not in SIGNAL_MODES:
+    for key, optional in (("reply_timeout", True), ("max_pause_ms", False)):
+        value = content.get(key, None if optional else 1)
+        if not (value is None and optional) and not _is_positive(value):
+            raise ConfigError(f"plan {name}: {key} must be a number above 0"
+                              f"{', or null' if optional else ''}")
+    for key in ("name", "about"):
+        if not isinstance(content.get(key, ""), str):
+            raise ConfigError(f"plan {name}: {key} must be a text")
+    if content.get("signal_mode", "write") not in list(SIGNAL_MODES):
         raise ConfigError(f"plan {name}: signal_mode is one of {', '.join(SIGNAL_MODES)}")
     rest: dict[str, Any] = {"name": name} | content
     rest["phases"] = [_parse_phase(phase, i, name) for i, phase in enumerate(phases)]
     plan = Plan(**rest)
     _check_names(plan)
     return plan
+
+
+def _is_positive(value: object) -> bool:
+    return (isinstance(value, int | float) and not isinstance(value, bool)
+            and math.isfinite(value) and value > 0)
 
 
 def _parse_phase(content: object, idx: int, plan: str) -> Phase:

@@ -253,9 +253,11 @@ class Roster:
         if text:
             try:
                 state = json.loads(text)
-                self.epoch = max(self.epoch, int(state["epoch"]) + 1)
-                self._next_seat = int(state.get("next_seat", 0))
-            except (ValueError, KeyError, TypeError, AttributeError):
+                epoch, next_seat = state["epoch"], state.get("next_seat", 0)
+                if not is_count(epoch, 0, MAX_EPOCH) or not is_count(next_seat, 0, (1 << 31) - 1):
+                    raise ValueError("no numbers that a registry writes")
+                self.epoch, self._next_seat = max(self.epoch, epoch + 1), next_seat
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise ConfigError(
                     f"{path} is not a registry state; remove it or name another file with --state"
                 ) from None
