@@ -48,7 +48,7 @@ class Costs:
 # One H200: fitted to the tables "One GPU: MoE layers" of docs/performance.md at 1 and 512 rows.
 H200 = Costs(trip_us=54.0, server_us=25.0, trip_bytes_per_us=177_000.0, batch_us=20.6,
              expert_us=0.0, weight_bytes_per_us=4_418_000.0, flops_per_us=500e6, overlaps=True)
-# Two cores of a shared virtual machine: rough figures, set by hand near what bench/plan_check.py saw.
+# Two cores of a shared virtual machine: rough, set by hand near what bench/plan_check.py saw.
 CPU = Costs(trip_us=105.0, server_us=60.0, trip_bytes_per_us=4000.0, batch_us=60.0, expert_us=12.0,
             weight_bytes_per_us=9000.0, flops_per_us=40e3, overlaps=False, parallel=0.7)
 DEVICES = {"h200": H200, "cpu": CPU}

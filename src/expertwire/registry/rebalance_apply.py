@@ -49,9 +49,8 @@ def wave(
         if missing:
             count = max(1, room[name] - len(held[name]))
             adding[name] = held[name] | set(missing[:count])
-    # A server beyond its room removes before it adds more, if it can.
-    fitting = {name: experts for name, experts in adding.items()
-               if len(held[name]) <= room[name] or name not in removing}
+    # A server beyond its room removes before it adds more.
+    fitting = {name: experts for name, experts in adding.items() if len(held[name]) <= room[name]}
     return fitting or removing
 
 
