@@ -25,16 +25,16 @@ import os
 import random
 import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from child import Child, end_with_parent
 
 HIDDEN_SIZE = 7168
 # Messages of 16 rows (229 kB), four in flight: packing, moving and combining overlap, and what is
@@ -97,43 +97,10 @@ def serve_grpc(_: str) -> None:
 SERVERS = {"ours": serve_ours, "gloo": serve_gloo, "grpc": serve_grpc}
 
 
-class Child:
-    """One of the servers above in its own process; it ends when our end of its pipe closes."""
-
-    def __init__(self, kind: str, argument: str, env: dict[str, str]):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", kind, argument], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env={**os.environ, **env},
-        )
-        self.kind = kind
-
-    def wait_ready(self) -> list[str]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("ready"):
-                return line.split()[1:]
-        raise SystemExit(f"the {self.kind} server ended with code {self.process.wait()}")
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def end_with_parent() -> None:
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
+def echo_child(kind: str, argument: str, env: dict[str, str]) -> Child:
+    """One of the servers above in its own process."""
+    command = [sys.executable, __file__, "--serve", kind, argument]
+    return Child(kind, command, {**os.environ, **env})
 
 
 # ------------------------------------------------------------------ the competitors
@@ -262,7 +229,7 @@ def run(all_rows: list[int], seconds: float) -> dict[str, Any]:
         store = str(Path(folder) / "store")
         registry = stack.enter_context(Registry("127.0.0.1:0", token=token.encode()))
         children = {
-            kind: stack.enter_context(Child(kind, argument, env))
+            kind: stack.enter_context(echo_child(kind, argument, env))
             for kind, argument in (("ours", registry.address), ("gloo", store), ("grpc", ""))
         }
         gloo = GlooTrip(store)

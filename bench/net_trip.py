@@ -38,6 +38,8 @@ from typing import Any
 
 import torch
 
+from child import Child, end_with_parent
+
 HIDDEN_SIZE = 7168
 MAX_ROWS, NUM_SLOTS = 16, 4
 BURST = 5  # trips per competitor and turn; the first is not counted
@@ -72,7 +74,7 @@ class Hosts:
     @contextlib.contextmanager
     def up(self) -> Iterator[Hosts]:
         def ip(*args: str) -> None:
-            done = subprocess.run(["ip", *args], capture_output=True, text=True)
+            done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=30)
             if done.returncode:
                 raise SystemExit(f"ip {' '.join(args)}: {done.stderr.strip()}; without root use "
                                  "--one-host")
@@ -142,46 +144,10 @@ def serve_grpc(_: str, host: str) -> None:
 SERVERS = {"ours": serve_ours, "gloo": serve_gloo, "grpc": serve_grpc}
 
 
-class Child:
-    """A server in a process of host b; it ends with its standard input."""
-
-    def __init__(self, hosts: Hosts, kind: str, argument: str):
-        self.kind = kind
-        self.process = subprocess.Popen(
-            hosts.command("b", sys.executable, __file__, "--serve", kind, argument,
-                          hosts.address("b")),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-
-    def wait_ready(self) -> list[str]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("ready"):
-                return line.split()[1:]
-        raise SystemExit(f"the {self.kind} server ended with code {self.process.wait()}")
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def end_with_parent() -> None:
-    import threading
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
+def echo_child(hosts: Hosts, kind: str, argument: str) -> Child:
+    """One of the servers above in a process of host b."""
+    return Child(kind, hosts.command("b", sys.executable, __file__, "--serve", kind, argument,
+                                     hosts.address("b")))
 
 
 # ------------------------------------------------------------------ host a
@@ -321,7 +287,7 @@ def run(hosts: Hosts, all_rows: list[int], seconds: float) -> dict[str, Any]:
         # A file: namespaces share the file system, and a TCP store would ask for host names.
         store = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store")
         children = {
-            kind: stack.enter_context(Child(hosts, kind, argument))
+            kind: stack.enter_context(echo_child(hosts, kind, argument))
             for kind, argument in (("ours", registry.address), ("gloo", store), ("grpc", ""))
         }
         gloo = GlooTrip(store)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from cpu_trip import HIDDEN_SIZE, Child, our_trip
+from cpu_trip import HIDDEN_SIZE, echo_child, our_trip
 
 TURN = 200  # trips; the first ten are not counted
 
@@ -39,7 +39,7 @@ def run(all_rows: list[int], seconds: float) -> dict:
         for kind in ("off", "on"):
             registry = stack.enter_context(Registry("127.0.0.1:0", token=token.encode()))
             more = {"EXPERTWIRE_TRACE": str(path)} if kind == "on" else {}
-            stack.enter_context(Child("ours", registry.address, {**env, **more})).wait_ready()
+            stack.enter_context(echo_child("ours", registry.address, {**env, **more})).wait_ready()
             client = stack.enter_context(Client(registry, token=token.encode(),
                                                 batch_invariant=False))
             client.wait_ready(10)

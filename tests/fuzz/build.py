@@ -52,7 +52,7 @@ def build(target: str, out: Path) -> None:
 
 
 def wqe_seeds() -> dict[str, bytes]:
-    """Each golden entry with the placeholders that the target replaces, and some together."""
+    """Each golden entry, marks in place of its addresses and keys, and some together."""
     seeds = {}
     for oracle in ("gpunetio", "libmlx5"):
         golden = json.loads((HERE.parent / f"oracles/{oracle}.json").read_text())["bytes"]

@@ -13,6 +13,7 @@ and leave no file behind).
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import errno
 import os
@@ -235,7 +236,7 @@ def peer_uid(sock: socket.socket) -> int:
 # -------------------------------------------------------------------- listening
 
 
-class Listener:
+class Listener(abc.ABC):
     """Accepts authenticated data connections at a bound socket; one handshake stalls no other."""
 
     def __init__(
@@ -279,9 +280,9 @@ class Listener:
             if not accepted:
                 sock.close()
 
+    @abc.abstractmethod
     def _may_speak(self, sock: socket.socket) -> bool:
         """Whether a connection may try to authenticate at all."""
-        raise NotImplementedError
 
     def _begin_handshake(self, sock: socket.socket) -> bool:
         with self._lock:
