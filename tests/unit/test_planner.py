@@ -192,6 +192,16 @@ def test_the_recommendation():
         recommend(work, H200, memory_bytes=10 * one, most=4)
 
 
+def test_one_client_gets_no_servers_that_save_next_to_nothing():
+    """It cannot queue behind itself, however much of its step a server works."""
+    facts = dict(num_layers=1, num_experts=16, top_k=2, hidden_size=256, middle_size=128, tokens=1)
+    chosen, looked_at = recommend(Workload(**facts), CPU)
+    more = next(p for p in looked_at if p.servers == 2 * chosen.servers)
+    assert chosen.busy > 0.7 and 0 < 1 - more.step_us / chosen.step_us <= 0.05
+    several, _ = recommend(Workload(**facts, clients=2), CPU)
+    assert several.servers > chosen.servers
+
+
 def test_replicas_go_to_hot_experts_and_level_the_load():
     loads = zipf_loads(16, 1.0)
     assert sum(loads) == pytest.approx(1) and loads == sorted(loads, reverse=True)

@@ -162,7 +162,8 @@ def recommend(
     chosen = all_of_them[0]
     for candidate in all_of_them[1:]:
         saved = 1 - candidate.step_us / chosen.step_us
-        if saved > WORTH_IT or (chosen.busy > BUSY_ENOUGH and saved > 0):
+        queued = work.clients > 1 and chosen.busy > BUSY_ENOUGH  # one client waits for nobody
+        if saved > WORTH_IT or (queued and saved > 0):
             chosen = candidate
     return chosen, all_of_them
 
