@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -77,7 +78,8 @@ class Probe:
             )
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.communicate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: left to it
+                self._process.communicate(timeout=1)
             return {"late": True}
         if self._process.returncode == 0:
             try:

@@ -75,19 +75,13 @@ u32 read_data(ew_qp* qp, Wqe* wqe, u32 first, u32 access, Data* data) {
 }
 
 void move_bytes(const Data& data, u8* remote, u64 from, u64 count, bool to_remote) {
-  for (u32 i = 0; i < data.count && count > 0; ++i) {
-    const Segment& s = data.list[i];
-    if (from >= s.num_bytes) {
-      from -= s.num_bytes;
-      continue;
-    }
-    const u64 n = std::min(count, s.num_bytes - from);
+  for_parts(data, from, count, [&](u8* part, u64 n) {
     if (to_remote)
-      memmove(remote, s.addr + from, n);
+      memmove(remote, part, n);
     else
-      memmove(s.addr + from, remote, n);
-    remote += n, count -= n, from = 0;
-  }
+      memmove(part, remote, n);
+    remote += n;
+  });
 }
 
 bool store_word(const u8* from, u64 num_bytes, u8* to) {

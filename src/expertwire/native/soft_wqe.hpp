@@ -3,6 +3,8 @@
 // and wire_respond.cpp (peers behind a network).
 #pragma once
 
+#include <algorithm>
+
 #include "soft_hca.hpp"
 
 constexpr u32 kMaxSegments = 63;
@@ -40,6 +42,21 @@ u32 check_wqe(const ew_qp* qp, const Wqe& wqe);
 // Data segments from `first` on: pointers, each checked against its key, or one inline segment.
 // Returns a syndrome.
 u32 read_data(ew_qp* qp, Wqe* wqe, u32 first, u32 access, Data* data);
+
+// Calls use(address, number of bytes) for the parts of the list that hold its bytes [from, from + count).
+template <class Use>
+void for_parts(const Data& data, u64 from, u64 count, Use use) {
+  for (u32 i = 0; i < data.count && count > 0; ++i) {
+    const Segment& s = data.list[i];
+    if (from >= s.num_bytes) {
+      from -= s.num_bytes;
+      continue;
+    }
+    const u64 n = std::min(count, s.num_bytes - from);
+    use(s.addr + from, n);
+    count -= n, from = 0;
+  }
+}
 
 // Moves bytes [from, from + count) between the list and contiguous memory.
 void move_bytes(const Data& data, u8* remote, u64 from, u64 count, bool to_remote);

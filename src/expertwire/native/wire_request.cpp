@@ -19,20 +19,12 @@ void add_scratch(Send* send, const u8* from, u64 num_bytes) {
 
 // Bytes [from, from + count) of the list; what lies in the WQE's copy goes along in scratch.
 void add_data(Send* send, const Wqe& wqe, const Data& data, u64 from, u64 count) {
-  for (u32 i = 0; i < data.count && count > 0; ++i) {
-    const Segment& s = data.list[i];
-    if (from >= s.num_bytes) {
-      from -= s.num_bytes;
-      continue;
-    }
-    const u64 n = std::min(count, s.num_bytes - from);
-    const bool is_inline = s.addr >= wqe.bytes && s.addr < wqe.bytes + sizeof(wqe.bytes);
-    if (is_inline)
-      add_scratch(send, s.addr + from, n);
+  for_parts(data, from, count, [&](u8* part, u64 n) {
+    if (part >= wqe.bytes && part < wqe.bytes + sizeof(wqe.bytes))  // inline
+      add_scratch(send, part, n);
     else
-      add_bytes(send, s.addr + from, n);
-    count -= n, from = 0;
-  }
+      add_bytes(send, part, n);
+  });
 }
 
 enum class Added { kYes, kFull, kStalled, kWrong };
