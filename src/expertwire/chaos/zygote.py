@@ -10,6 +10,7 @@ what it forked, and ends with its parent, however that ends. For fleets of proce
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -210,6 +211,7 @@ def _main() -> None:
 
     with contextlib.suppress(ExpertwireError):  # the command itself will say what is wrong
         inspect_model(sys.argv[2])
+    gc.freeze()  # what is imported by now is shared by all children: no collection touches it
     _serve(control)
 
 

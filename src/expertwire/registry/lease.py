@@ -70,7 +70,7 @@ class Lease(RegistryThread):
             request |= {"server_id": self.server_id, "seat": self.seat, "epoch": self.epoch,
                         "draining": self.draining}
         channel.send(request)
-        reply, _ = channel.recv(ANSWER_SECONDS)
+        reply, _ = channel.recv(self._answer_seconds)
         if reply.get("type") == "error":
             self._refused = ConfigError(f"the registry refused this server: {reply.get('reason')}")
             raise self._refused

@@ -14,7 +14,7 @@ from ..control.frames import Channel
 from ..errors import AuthError, ExpertwireError, ProtocolError, WaitTimeout
 from ..observe.reports import Reporter, stats_of
 from .lease import Lease
-from .question import ANSWER_SECONDS, PlannedExperts, ask, plan
+from .question import PlannedExperts, ask, plan
 from .thread import RegistryThread
 
 log = logging.getLogger("expertwire.registry.membership")
@@ -125,7 +125,7 @@ class Membership(RegistryThread):
                       "seen": self._seen})
         while True:
             if not self._welcome:
-                message, _ = channel.recv(ANSWER_SECONDS)
+                message, _ = channel.recv(self._answer_seconds)
             else:
                 message = self._news(channel)
             if message.get("type") == "error":

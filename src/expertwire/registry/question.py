@@ -11,6 +11,7 @@ from ..errors import ConfigError, ProtocolError, WaitTimeout
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts to reach the registry
 ANSWER_SECONDS = 5.0  # how long the registry may take for an answer
+LONGEST_ANSWER_SECONDS = 20.0  # for those who ask again and again
 
 
 class PlannedExperts(list[int]):
