@@ -12,7 +12,7 @@ from typing import Any
 from ..control.frames import Channel
 from ..errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from ..observe.reports import REPORT_SECONDS, Reporter, stats_of
-from .question import ANSWER_SECONDS, PlannedExperts, plan
+from .question import ANSWER_SECONDS, LONGEST_ANSWER_SECONDS, PlannedExperts, plan
 from .thread import RegistryThread
 
 log = logging.getLogger("expertwire.registry.membership")
@@ -84,10 +84,15 @@ class Lease(RegistryThread):
         self._refused = self.failure = None
         self._registered.set()
         self._note_listed(self.epoch, self.facts["experts"])
-        self._keep(channel, max(0.01, lease_seconds / 4), max(ANSWER_SECONDS, lease_seconds))
+        self._keep(channel, max(0.01, lease_seconds / 4),
+                   max(LONGEST_ANSWER_SECONDS, 2 * lease_seconds))
 
     def _keep(self, channel: Channel, pause: float, longest_silence: float) -> None:
-        """Heartbeats until the connection ends. Waits in recv, so that its end shows at once."""
+        """Heartbeats until the connection ends. Waits in recv, so that its end shows at once.
+
+        A registry that is starved of its processor answers late, and counts what it hears: hanging
+        up on it would end the membership. A machine that is gone ends the connection.
+        """
         pause = min(pause, REPORT_SECONDS)
         next_beat = time.monotonic() + pause
         unanswered_since: float | None = None
@@ -95,7 +100,7 @@ class Lease(RegistryThread):
             now = time.monotonic()
             if now >= next_beat:
                 message: dict[str, Any] = {"type": "heartbeat"}
-                if now >= self._reporter.due:
+                if now >= self._reporter.due and unanswered_since is None:
                     message["stats"] = stats_of(self._reporter)
                 channel.send(message)
                 next_beat = now + pause

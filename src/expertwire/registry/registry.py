@@ -286,8 +286,9 @@ class Registry:
             member.stats = with_rates(check_stats(message["stats"]), member.stats)
         return {"type": "alive", "epoch": self.epoch, "draining": member.draining}
 
-    def _client_report(self, message: dict, peer: _Peer, now: float) -> None:
+    def _client_report(self, message: dict, peer: _Peer, now: float) -> dict:
         peer.stats = with_rates(check_stats(message.get("stats")), peer.stats)
+        return {"type": "reported"}
 
     def _leave(self, message: dict, peer: _Peer, now: float) -> dict:
         self._forget(peer, "it left")
