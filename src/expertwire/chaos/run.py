@@ -21,6 +21,7 @@ from .fleet import Fleet
 from .load import LoadThread, Oracle
 from .network import RETRY_EXCEEDED, Network, Relay, clear_data_faults, set_data_faults
 from .plan import Phase, Plan
+from .replies import tell
 from .report import draw_chaos, verdict
 
 SETTLE_SECONDS = 90.0  # until all clients are connected to all servers again
@@ -188,8 +189,12 @@ class ChaosRun:
             self._running.add(name)
 
     def _break_network(self, network: Network, loads: list[LoadThread]) -> None:
-        for load in loads:
-            set_data_faults(load, network, self._random.getrandbits(32))
+        if network.way != "replies":
+            for load in loads:
+                set_data_faults(load, network, self._random.getrandbits(32))
+        if network.way != "requests":
+            for name in sorted(self._running):
+                tell(self.fleet.servers[name], network, self._random.getrandbits(32))
         if network.control == "hang-up":
             self.relay.hang_up()
         else:
@@ -201,6 +206,8 @@ class ChaosRun:
         self.relay.control = ""
         for load in loads:
             clear_data_faults(load)
+        for name in self._running:
+            tell(self.fleet.servers[name], None)
 
     def _load(self, seconds: float, loads: list[LoadThread]) -> None:
         """Lets the clients work."""

@@ -183,6 +183,10 @@ def _become(request: dict, stdin: int, stdout: int, exit_fd: int) -> None:
     code = 1
     try:
         os.close(exit_fd)
+        if request["arguments"][0] == "serve":
+            from .replies import hear
+
+            stdin = hear(stdin)
         for fd, place in ((stdin, 0), (stdout, 1), (stdout, 2)):
             os.dup2(fd, place)
         os.close(stdin)
