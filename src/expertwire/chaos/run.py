@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from ..client.client import Client
 from ..errors import ConfigError, WaitTimeout
 from ..hca.soft import SoftHca
 from ..registry.question import ask
@@ -95,22 +97,27 @@ class ChaosRun:
         gc.collect()
         before = Resources.of()
         loads: list[LoadThread] = []
-        with Fleet(self.model) as self.fleet, contextlib.ExitStack() as stack:
+        with Fleet(self.model) as self.fleet, self._twin_fleet() as twins, \
+                contextlib.ExitStack() as stack:
             # The fleet's warm process imports meanwhile.
             oracle = Oracle(self.model, rows=self.plan.rows, seed=self.plan.seed)
             self.fleet.start_registry()
             stack.callback(self._open_relay().close)
             self.fleet.start_servers(self.plan.servers)
             self._running = set(self.plan.servers)
+            settings: dict[str, Any] = dict(reply_timeout=self.plan.reply_timeout,
+                                            missing_timeout=30.0, signal_mode=self.plan.signal_mode)
             try:
                 for i in range(self.plan.clients):
-                    loads.append(LoadThread(
-                        f"client-{i}", self.fleet.way_in, self.fleet.token, oracle,
-                        reply_timeout=self.plan.reply_timeout, missing_timeout=30.0,
-                        signal_mode=self.plan.signal_mode,
-                    ))
+                    twin = None if twins is None else stack.enter_context(
+                        Client(twins.address, token=twins.token, name=f"twin-{i}", **settings))
+                    loads.append(LoadThread(f"client-{i}", self.fleet.way_in, self.fleet.token,
+                                            oracle, twin, **settings))
                 self._settle(loads)
                 for load in loads:
+                    if load.twin is not None:
+                        load.twin.links.wait(lambda t: len(t.links) == len(self.plan.servers),
+                                             SETTLE_SECONDS)
                     load.start()
                 self._phases(loads)
             finally:
@@ -119,12 +126,24 @@ class ChaosRun:
                 self._say("stopping")
                 for load in loads:
                     load.client.close()
-            children = self.fleet.pids() + [c.process.pid for c in self.fleet.children]
+            children = [child.process.pid for fleet in (self.fleet, twins) if fleet is not None
+                        for child in fleet.children]
         self._count_leaks(before, children)
         for load in loads:
             if load.broken is not None:
                 raise load.broken
         return loads
+
+    @contextlib.contextmanager
+    def _twin_fleet(self) -> Generator[Fleet | None]:
+        """The same system once more, if the plan wants one; nothing happens to it."""
+        if not self.plan.twin:
+            yield None
+            return
+        with Fleet(self.model, zygote=self.fleet.zygote) as twins:
+            twins.start_registry()
+            twins.start_servers(self.plan.servers)
+            yield twins
 
     def _open_relay(self) -> Relay:
         self.relay = Relay(self.fleet.address)

@@ -24,19 +24,22 @@ class Lease(RegistryThread):
     After a break it asks for the id and seat that it had, and for an epoch above what it saw.
     facts: name, address, pid, model, experts; host_id if wanted.
     stats: called for each heartbeat; a dict for JSON of at most 64 KiB.
-    on_drain: called once, from this object's thread, when the registry asks the server to leave.
+    on_drain: called once, from this object's thread, when the registry asks the server to leave
+        as soon as nobody uses it.
+    on_leave: called once, from a thread of its own, when it is to leave at once.
     on_place: called from there with (serial, experts) when the server is asked to hold others.
     """
 
     def __init__(
         self, address: str, token: bytes, facts: dict[str, Any],
         stats: Callable[[], dict[str, Any]] = dict, on_drain: Callable[[], None] | None = None,
+        on_leave: Callable[[], None] | None = None,
         on_place: Callable[[int, list[int]], None] | None = None,
     ):
         super().__init__(address, token, "expertwire-lease")
         self.facts = facts
         self._reporter = Reporter(stats, seconds=0)  # with each heartbeat
-        self._on_drain, self._on_place = on_drain, on_place
+        self._on_drain, self._on_leave, self._on_place = on_drain, on_leave, on_place
         self._listed = threading.Condition()  # guards the next three
         self._num_listed = self._listed_epoch = self._settled_epoch = 0
         self.server_id: str | None = None
@@ -120,6 +123,9 @@ class Lease(RegistryThread):
                 self.epoch = max(self.epoch, int(answer.get("epoch", 0)))
             if kind == "draining" or answer.get("draining") is True:
                 self._drain()
+            if kind == "leave" and self._on_leave is not None:
+                threading.Thread(target=self._on_leave, name="expertwire-leave").start()
+                self._on_leave = None
             self._hear_of_experts(kind, answer)
 
     # ---------------------------------------------------------------- other experts (moves.py)

@@ -32,7 +32,7 @@ def plan(
     channel = _connect_patiently(address, token, timeout)
     try:
         request = {"type": "plan", "model": model, "num_servers": num_servers}
-        reply = _question(channel, address, request, ANSWER_SECONDS)
+        reply = question(channel, address, request, ANSWER_SECONDS)
         planned = PlannedExperts(int(e) for e in reply["experts"])
     except BaseException:
         channel.close()
@@ -53,7 +53,8 @@ def _connect_patiently(address: str, token: bytes, timeout: float) -> Channel:
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def _question(channel: Channel, address: str, message: dict, timeout: float) -> dict:
+def question(channel: Channel, address: str, message: dict, timeout: float) -> dict:
+    """One question over a connection that stays open; errors as for `ask`."""
     try:
         channel.send(message, timeout=timeout)
         reply, _ = channel.recv(timeout)
@@ -74,6 +75,6 @@ def ask(address: str, token: bytes, message: dict, timeout: float = ANSWER_SECON
     WaitTimeout, AuthError, ProtocolError."""
     channel = connect_tcp(address, token, timeout)
     try:
-        return _question(channel, address, message, timeout)
+        return question(channel, address, message, timeout)
     finally:
         channel.close()

@@ -55,6 +55,7 @@ class _Peer:
         self.seen = 0  # epoch of the oldest list that the client still routes by
         self.member: Member | None = None
         self.plan: Plan | None = None
+        self.mover = ""  # who it is, if it is the one that moves experts
 
 
 class Registry:
@@ -304,15 +305,6 @@ class Registry:
     def _report(self, message: dict, peer: _Peer, now: float) -> None:
         self.roster.report(str(message.get("server_id")), str(message.get("what", "")))
 
-    def _drain(self, message: dict, peer: _Peer, now: float) -> dict:
-        name = str(message.get("server_id"))
-        member = self.roster.drain(name)
-        if member is None:
-            raise ConfigError(f"no server {printable(name, 80)!r}; `expertwire status` lists them")
-        moves.tell(self, member, {"type": "draining"})
-        self._changed()
-        return {"type": "drained", "server_id": member.server_id, "epoch": self.epoch}
-
     def _plan(self, message: dict, peer: _Peer, now: float) -> dict:
         self._end_plan(peer)
         peer.plan = self.roster.plan(message.get("model"), message.get("num_servers"), now)
@@ -323,7 +315,7 @@ class Registry:
 
     _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
         "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
-        "report": _report, "drain": _drain, "plan": _plan, "status": _status, **moves.HANDLERS,
+        "report": _report, "plan": _plan, "status": _status, **moves.HANDLERS,
         "client_report": _client_report,
     }
 

@@ -149,7 +149,7 @@ class Server:
                 "model": self.model, "experts": [int(e) for e in self.shard.experts],
                 "room": self.config.room,
             },
-            stats=self.stats, on_drain=self._drain, on_place=self.mover.place,
+            stats=self.stats, on_drain=self._drain, on_leave=self.close, on_place=self.mover.place,
         )
         for work in (self._accept_loop, self._data_loop, self._watch_loop):
             thread = threading.Thread(target=work, name=f"expertwire{work.__name__}", daemon=True)
