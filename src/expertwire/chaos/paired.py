@@ -2,16 +2,17 @@
 
 The machine's own ups and downs are larger than what is looked for. So every step is done twice, one
 right after the other: by the client whose servers are hurt, and by a client of an equal system that
-is left alone (load.py). Only the ratio of the two is looked at, in spans of about a second:
+is left alone (load.py). Only the ratio of the two is looked at, in spans of half a second:
 
-    x = log(median step of the twin / median step of the client), without pauses, in one span
+    x = mean of log(step of the twin / step of the client) in one span, without pairs with a pause
     throughput_ratio = exp(mean of x in spans with a failure - mean of x in calm spans)
 
 A span with a failure is one of any phase that is not calm: a server is missing, or one starts and
 is connected again. A process that starts takes processor time from both, and so costs neither
 anything here; `starting_slowdown` says what it costs, by the twin alone. Calm spans take part
 whether before or after failures; `recovered_ratio` compares those after the first failure with
-those before it.
+those before it. Intervals take spans for independent: what lasts longer than half a second and
+befalls one of the two systems only (which cores its processes sit on) makes them too narrow.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from .load import LoadThread
     from .run import ChaosRun, Lap
 
-SPAN_NS = 1_000_000_000
-LEAST_STEPS = 20  # of a span, or its medians say little
+SPAN_NS = 500_000_000
+LEAST_PAIRS = 8  # of a span
 Z95 = 1.96
 
 
@@ -37,24 +38,22 @@ def paired_figures(run: ChaosRun, loads: list[LoadThread], pause_ms: float) -> d
     pause_ms: a step that takes longer is a pause, and left out, on both sides.
     """
     calm: list[float] = []
-    before: list[float] = []  # of calm: those before the first failure
     hurt: list[float] = []
-    calm_ms: list[float] = []  # medians of the twin's steps
+    num_before = 0  # of calm: before the first failure
+    calm_ms: list[float] = []  # the twin's mean steps
     starting_ms: list[float] = []
-    failed = False
     for lap in run.laps:
-        failed = failed or not lap.phase.is_calm
         for load in loads:
             for ratio, twin_ms in _spans(lap, load, pause_ms):
                 (calm if lap.phase.is_calm else hurt).append(ratio)
-                if not failed:
-                    before.append(ratio)
                 if lap.phase.is_calm:
                     calm_ms.append(twin_ms)
                 elif lap.phase.starts_processes:
                     starting_ms.append(twin_ms)
+        if lap.phase.is_calm and not hurt:
+            num_before = len(calm)
     ratio, interval = difference(hurt, calm)
-    recovered, recovered_interval = difference(calm[len(before):], before)
+    recovered, recovered_interval = difference(calm[num_before:], calm[:num_before])
     slowdown = float(np.mean(starting_ms) / np.mean(calm_ms)) if calm_ms and starting_ms else None
     return {
         "throughput_ratio": ratio, "throughput_interval": interval,
@@ -77,22 +76,17 @@ def difference(
 
 
 def _spans(lap: Lap, load: LoadThread, pause_ms: float) -> list[tuple[float, float]]:
-    """(log of twin's over client's median, twin's median in ms) for the spans of a phase."""
-    count = max(1, (lap.end_ns - lap.begin_ns) // SPAN_NS)
-    edges = np.linspace(lap.begin_ns, lap.end_ns, count + 1)
-    sides = [_steps(load.started_ns, load.ended_ns, pause_ms),
-             _steps(load.twin_started_ns, load.twin_ended_ns, pause_ms)]
+    """(mean log of twin's over client's step, twin's mean step in ms) for the spans of a phase."""
+    count = len(load.twin_ended_ns)
+    ended = np.asarray(load.ended_ns, np.int64)[:count]
+    client_ms = (ended - np.asarray(load.started_ns, np.int64)[:count]) / 1e6
+    twin_ms = np.subtract(load.twin_ended_ns, load.twin_started_ns[:count]) / 1e6
+    whole = (client_ms <= pause_ms) & (twin_ms <= pause_ms)
+    num_spans = max(1, (lap.end_ns - lap.begin_ns) // SPAN_NS)
     found = []
-    for begin, end in itertools.pairwise(edges):
-        within = [ms[(at >= begin) & (at < end)] for at, ms in sides]
-        if min(ms.size for ms in within) >= LEAST_STEPS:
-            client, twin = (float(np.median(ms)) for ms in within)
-            found.append((math.log(twin / client), twin))
+    for begin, end in itertools.pairwise(np.linspace(lap.begin_ns, lap.end_ns, num_spans + 1)):
+        inside = whole & (ended >= begin) & (ended < end)
+        if inside.sum() >= LEAST_PAIRS:
+            ratio = float(np.log(twin_ms[inside] / client_ms[inside]).mean())
+            found.append((ratio, float(twin_ms[inside].mean())))
     return found
-
-
-def _steps(started: Any, ended: Any, pause_ms: float) -> tuple[np.ndarray, np.ndarray]:
-    """(when each step ended, its duration in ms), without pauses."""
-    ended_ns = np.asarray(ended, np.int64)
-    ms = (ended_ns - np.asarray(started, np.int64)[: ended_ns.size]) / 1e6
-    return ended_ns[ms <= pause_ms], ms[ms <= pause_ms]
