@@ -13,8 +13,8 @@ from expertwire.chaos.plan import parse_plan
 from expertwire.errors import ConfigError
 
 SERVERS = {"a": "0-15", "b": "0-15"}
-PHASES = [{"seconds": 8}, {"kill": "a", "seconds": 4}, {"start": "a", "seconds": 4},
-          {"seconds": 4}, {"seconds": 8}]
+PHASES = [{"seconds": 8}, {"seconds": 4}, {"kill": "a", "seconds": 4},
+          {"start": "a", "seconds": 4}, {"seconds": 8}]
 PLAN = {"servers": SERVERS, "twin": True, "rounds": 3, "phases": PHASES}
 
 
@@ -24,7 +24,8 @@ def made_up(hurt=1.0, after=1.0, noise=0.3, seed=1):
     generator = np.random.default_rng(seed)
     plan, now, failed = parse_plan(PLAN, "mine"), 0.0, False
     load = SimpleNamespace(twin=object(), started_ns=array("q"), ended_ns=array("q"),
-                           twin_started_ns=array("q"), twin_ended_ns=array("q"))
+                           twin_started_ns=array("q"), twin_ended_ns=array("q"),
+                           cpu_ns=array("q"), twin_cpu_ns=array("q"))
     laps = []
     for phase in plan.phases:
         failed |= not phase.is_calm
@@ -38,8 +39,15 @@ def made_up(hurt=1.0, after=1.0, noise=0.3, seed=1):
             for kind, seconds in zip(("", "twin_"), ms, strict=True):
                 getattr(load, f"{kind}started_ns").append(int(now * 1e9))
                 now += seconds
+                cpu = generator.normal(1e6, 3e4)
+                getattr(load, f"{kind}cpu_ns").append(int(cpu if kind else cpu * factor))
                 getattr(load, f"{kind}ended_ns").append(int(now * 1e9))
-        laps.append(SimpleNamespace(phase=phase, begin_ns=int(begin * 1e9), end_ns=int(now * 1e9)))
+        lap = SimpleNamespace(phase=phase, begin_ns=int(begin * 1e9), end_ns=int(now * 1e9),
+                              cpu_ns=(0, 0))
+        if not phase.starts_processes:
+            num_steps = sum(at >= lap.begin_ns for at in load.ended_ns)
+            lap.cpu_ns = int(4e6 * num_steps * factor), int(4e6 * num_steps)
+        laps.append(lap)
     return SimpleNamespace(laps=laps), load
 
 
@@ -57,6 +65,10 @@ def test_a_loss_is_found_under_a_machine_that_changes_more(hurt, after):
         assert low < found["throughput_ratio"] < high < low + 0.08
         assert (low < 1 < high) == (hurt == 1.0)
     assert found["recovered_ratio"] == pytest.approx(1 / after, abs=0.04)
+    if after == 1.0:
+        assert found["cpu_ratio"] == pytest.approx(1 / hurt, abs=0.01)
+        assert found["cpu_interval"][1] - found["cpu_interval"][0] < 0.03
+    assert found["cpu_recovered"] == pytest.approx(1 / after, abs=0.02)
     assert found["starting_slowdown"] > 1.1, "the twin pays for the processor, too"
 
 
@@ -71,7 +83,7 @@ def test_too_little_says_nothing():
 def test_rounds_repeat_all_but_the_ends():
     plan = parse_plan(PLAN, "mine")
     names = [phase.name for phase in plan.phases]
-    assert names == ["calm", *["kill a", "start a", "calm"] * 3, "calm"] and plan.twin
+    assert names == ["calm", *["calm", "kill a", "start a"] * 3, "calm"] and plan.twin
     for change, text in (({"rounds": 0}, "rounds must be"), ({"twin": 3}, "twin is true")):
         with pytest.raises(ConfigError, match=text):
             parse_plan(PLAN | change, "mine")

@@ -74,6 +74,8 @@ class LoadThread:
         self.ended_ns = array("q")
         self.twin_started_ns = array("q")
         self.twin_ended_ns = array("q")
+        self.cpu_ns = array("q")  # of this thread, per step
+        self.twin_cpu_ns = array("q")
         self.wrong_tokens = 0
         self.lost: list[str] = []  # what each step that failed raised
         self.broken: BaseException | None = None  # our own bug
@@ -101,7 +103,7 @@ class LoadThread:
         try:
             while not self._stop.is_set():
                 layer, idx = step % self.oracle.num_layers, step % NUM_BATCHES
-                start = time.monotonic_ns()
+                start, cpu = time.monotonic_ns(), time.thread_time_ns()
                 try:
                     out = self.client.moe(layer, *self.oracle.batches[idx])
                 except ExpertwireError as err:
@@ -110,6 +112,7 @@ class LoadThread:
                 else:
                     self.started_ns.append(start)
                     self.ended_ns.append(time.monotonic_ns())
+                    self.cpu_ns.append(time.thread_time_ns() - cpu)
                     self.wrong_tokens += self.oracle.wrong_rows(layer, idx, out)
                     if self.twin is not None:
                         self._twin_step(self.twin, layer, idx)
@@ -119,6 +122,8 @@ class LoadThread:
 
     def _twin_step(self, twin: Client, layer: int, idx: int) -> None:
         self.twin_started_ns.append(time.monotonic_ns())
+        cpu = time.thread_time_ns()
         out = twin.moe(layer, *self.oracle.batches[idx])
         self.twin_ended_ns.append(time.monotonic_ns())
+        self.twin_cpu_ns.append(time.thread_time_ns() - cpu)
         self.wrong_tokens += self.oracle.wrong_rows(layer, idx, out)

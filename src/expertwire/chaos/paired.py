@@ -11,8 +11,14 @@ A span with a failure is one of any phase that is not calm: a server is missing,
 is connected again. A process that starts takes processor time from both, and so costs neither
 anything here; `starting_slowdown` says what it costs, by the twin alone. Calm spans take part
 whether before or after failures; `recovered_ratio` compares those after the first failure with
-those before it. Intervals take spans for independent: what lasts longer than half a second and
-befalls one of the two systems only (which cores its processes sit on) makes them too narrow.
+those before it. A calm phase's first second does not count: a process that is new computes slowly.
+
+Wall time is noisy where more processes than cores wait for each other; processor time is not. So
+`cpu_ratio` is the same ratio once more for the processor time of a step, of the client's thread and
+of all servers together, phase by phase, without phases in which processes start (`cpu_recovered`:
+calm phases after the first failure against those before). Intervals take spans, or phases, for
+independent: what lasts longer, and befalls one of the two systems only (which cores its processes
+sit on), makes them too narrow.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from .run import ChaosRun, Lap
 
 SPAN_NS = 500_000_000
+SETTLE_NS = 1_000_000_000
 LEAST_PAIRS = 8  # of a span
 Z95 = 1.96
 
@@ -57,10 +64,33 @@ def paired_figures(run: ChaosRun, loads: list[LoadThread], pause_ms: float) -> d
     slowdown = float(np.mean(starting_ms) / np.mean(calm_ms)) if calm_ms and starting_ms else None
     return {
         "throughput_ratio": ratio, "throughput_interval": interval,
+        **_cpu_figures(run, loads),
         "recovered_ratio": recovered, "recovered_interval": recovered_interval,
         "starting_slowdown": None if slowdown is None else round(slowdown, 3),
         "spans": {"calm": len(calm), "hurt": len(hurt)},
     }
+
+
+def _cpu_figures(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
+    calm: list[float] = []
+    hurt: list[float] = []
+    num_before = 0
+    for lap in run.laps:
+        spent = np.array(lap.cpu_ns, np.float64)
+        if not spent.all() or lap.end_ns - lap.begin_ns < 2 * SPAN_NS:
+            continue
+        for load in loads:
+            ended = np.asarray(load.ended_ns, np.int64)[: len(load.twin_cpu_ns)]
+            inside = (ended >= lap.begin_ns) & (ended < lap.end_ns)
+            spent += [np.asarray(load.cpu_ns)[: ended.size][inside].sum(),
+                      np.asarray(load.twin_cpu_ns)[inside].sum()]
+        (calm if lap.phase.is_calm else hurt).append(float(np.log(spent[1] / spent[0])))
+        if not hurt:
+            num_before = len(calm)
+    ratio, interval = difference(hurt, calm)
+    recovered, recovered_interval = difference(calm[num_before:], calm[:num_before])
+    return {"cpu_ratio": ratio, "cpu_interval": interval,
+            "cpu_recovered": recovered, "cpu_recovered_interval": recovered_interval}
 
 
 def difference(
@@ -82,9 +112,10 @@ def _spans(lap: Lap, load: LoadThread, pause_ms: float) -> list[tuple[float, flo
     client_ms = (ended - np.asarray(load.started_ns, np.int64)[:count]) / 1e6
     twin_ms = np.subtract(load.twin_ended_ns, load.twin_started_ns[:count]) / 1e6
     whole = (client_ms <= pause_ms) & (twin_ms <= pause_ms)
-    num_spans = max(1, (lap.end_ns - lap.begin_ns) // SPAN_NS)
+    first = min(lap.begin_ns + SETTLE_NS, lap.end_ns) if lap.phase.is_calm else lap.begin_ns
+    num_spans = max(1, (lap.end_ns - first) // SPAN_NS)
     found = []
-    for begin, end in itertools.pairwise(np.linspace(lap.begin_ns, lap.end_ns, num_spans + 1)):
+    for begin, end in itertools.pairwise(np.linspace(first, lap.end_ns, num_spans + 1)):
         inside = whole & (ended >= begin) & (ended < end)
         if inside.sum() >= LEAST_PAIRS:
             ratio = float(np.log(twin_ms[inside] / client_ms[inside]).mean())

@@ -47,6 +47,7 @@ class Lap:
     begin_ns: int
     end_ns: int = 0
     late_ms: float = 0.0  # how late this process was woken, at worst: what the machine adds
+    cpu_ns: tuple[int, int] = (0, 0)  # of the servers that ran all the time, and of the twin's
 
 
 @dataclass
@@ -75,6 +76,15 @@ class Resources:
                 for name in ("fds", "threads", "mappings")}
 
 
+def cpu_ns(pid: int) -> int:
+    """Processor time of all threads that a process has now (the kernel's sched-stats)."""
+    total = 0
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            total += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
+    return total
+
+
 class ChaosRun:
     """One run of a plan."""
 
@@ -90,6 +100,7 @@ class ChaosRun:
         self._random = random.Random(plan.seed)
         self._shares = dict(plan.servers)
         self._running: set[str] = set()
+        self._twins: Fleet | None = None
 
     def run(self) -> list[LoadThread]:
         """Runs the plan; the load threads, ended, with what they saw. Raises WaitTimeout if the
@@ -143,6 +154,7 @@ class ChaosRun:
         with Fleet(self.model, zygote=self.fleet.zygote) as twins:
             twins.start_registry()
             twins.start_servers(self.plan.servers)
+            self._twins = twins
             yield twins
 
     def _open_relay(self) -> Relay:
@@ -163,6 +175,7 @@ class ChaosRun:
                 self._act(kind, value, loads)
             if phase.network is not None:
                 self._break_network(phase.network, loads)
+            spent = self._servers_cpu_ns()
             self._load(phase.seconds, loads)
             if phase.network is not None:
                 self._mend_network(loads)
@@ -175,6 +188,9 @@ class ChaosRun:
                 while sum(load.num_steps for load in loads) < self.plan.min_steps:
                     self._load(0.1, loads)
             lap.end_ns = time.monotonic_ns()
+            if not phase.starts_processes:  # what loading takes is no step's
+                now = self._servers_cpu_ns()
+                lap.cpu_ns = (now[0] - spent[0], now[1] - spent[1])
             if calm is None:
                 calm, servers = Resources.of(), self._server_resources()
                 stats = [load.client.stats()["servers"] for load in loads]
@@ -277,6 +293,13 @@ class ChaosRun:
             raise ConfigError(f"drained server {name} ended with exit code {code}, not 0")
         self.fleet.forget(name)
         self._note("left", name)
+
+    def _servers_cpu_ns(self) -> tuple[int, int]:
+        """Processor time of the servers that run, and of the twin's."""
+        if self._twins is None:
+            return 0, 0
+        return (sum(cpu_ns(self.fleet.servers[name].process.pid) for name in self._running),
+                sum(cpu_ns(child.process.pid) for child in self._twins.servers.values()))
 
     # ---------------------------------------------------------------- leaks
 
