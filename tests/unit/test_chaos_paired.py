@@ -13,8 +13,8 @@ from expertwire.chaos.plan import parse_plan
 from expertwire.errors import ConfigError
 
 SERVERS = {"a": "0-15", "b": "0-15"}
-PHASES = [{"seconds": 8}, {"seconds": 4}, {"kill": "a", "seconds": 4},
-          {"start": "a", "seconds": 4}, {"seconds": 8}]
+PHASES = [{"seconds": 5}, {"seconds": 3}, {"kill": "a", "seconds": 3},
+          {"start": "a", "seconds": 3}, {"seconds": 5}]
 PLAN = {"servers": SERVERS, "twin": True, "rounds": 3, "phases": PHASES}
 
 
@@ -43,7 +43,7 @@ def made_up(hurt=1.0, after=1.0, noise=0.3, seed=1):
                 getattr(load, f"{kind}cpu_ns").append(int(cpu if kind else cpu * factor))
                 getattr(load, f"{kind}ended_ns").append(int(now * 1e9))
         lap = SimpleNamespace(phase=phase, begin_ns=int(begin * 1e9), end_ns=int(now * 1e9),
-                              cpu_ns=(0, 0))
+                              steady_ns=int(begin * 1e9), cpu_ns=(0, 0))
         if not phase.starts_processes:
             num_steps = sum(at >= lap.begin_ns for at in load.ended_ns)
             lap.cpu_ns = int(4e6 * num_steps * factor), int(4e6 * num_steps)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .run import ChaosRun, Lap
 
 SPAN_NS = 500_000_000
-SETTLE_NS = 1_000_000_000
 LEAST_PAIRS = 8  # of a span
 Z95 = 1.96
 
@@ -77,11 +76,11 @@ def _cpu_figures(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
     num_before = 0
     for lap in run.laps:
         spent = np.array(lap.cpu_ns, np.float64)
-        if not spent.all() or lap.end_ns - lap.begin_ns < 2 * SPAN_NS:
+        if not spent.all() or lap.end_ns - lap.steady_ns < 2 * SPAN_NS:
             continue
         for load in loads:
             ended = np.asarray(load.ended_ns, np.int64)[: len(load.twin_cpu_ns)]
-            inside = (ended >= lap.begin_ns) & (ended < lap.end_ns)
+            inside = (ended >= lap.steady_ns) & (ended < lap.end_ns)
             spent += [np.asarray(load.cpu_ns)[: ended.size][inside].sum(),
                       np.asarray(load.twin_cpu_ns)[inside].sum()]
         (calm if lap.phase.is_calm else hurt).append(float(np.log(spent[1] / spent[0])))
@@ -112,10 +111,9 @@ def _spans(lap: Lap, load: LoadThread, pause_ms: float) -> list[tuple[float, flo
     client_ms = (ended - np.asarray(load.started_ns, np.int64)[:count]) / 1e6
     twin_ms = np.subtract(load.twin_ended_ns, load.twin_started_ns[:count]) / 1e6
     whole = (client_ms <= pause_ms) & (twin_ms <= pause_ms)
-    first = min(lap.begin_ns + SETTLE_NS, lap.end_ns) if lap.phase.is_calm else lap.begin_ns
-    num_spans = max(1, (lap.end_ns - first) // SPAN_NS)
+    num_spans = max(1, (lap.end_ns - lap.steady_ns) // SPAN_NS)
     found = []
-    for begin, end in itertools.pairwise(np.linspace(first, lap.end_ns, num_spans + 1)):
+    for begin, end in itertools.pairwise(np.linspace(lap.steady_ns, lap.end_ns, num_spans + 1)):
         inside = whole & (ended >= begin) & (ended < end)
         if inside.sum() >= LEAST_PAIRS:
             ratio = float(np.log(twin_ms[inside] / client_ms[inside]).mean())

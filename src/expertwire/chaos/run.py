@@ -28,6 +28,7 @@ from .report import draw_chaos, verdict
 
 SETTLE_SECONDS = 90.0  # until all clients are connected to all servers again
 LOOK_SECONDS = 0.02
+STEADY_SECONDS = 1.0
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Lap:
     begin_ns: int
     end_ns: int = 0
     late_ms: float = 0.0  # how late this process was woken, at worst: what the machine adds
-    cpu_ns: tuple[int, int] = (0, 0)  # of the servers that ran all the time, and of the twin's
+    steady_ns: int = 0  # a calm phase's first second is not steady: a new process computes slowly
+    cpu_ns: tuple[int, int] = (0, 0)  # since then, of the servers that run, and of the twin's
 
 
 @dataclass
@@ -175,8 +177,10 @@ class ChaosRun:
                 self._act(kind, value, loads)
             if phase.network is not None:
                 self._break_network(phase.network, loads)
-            spent = self._servers_cpu_ns()
-            self._load(phase.seconds, loads)
+            settling = min(STEADY_SECONDS, phase.seconds / 2) if phase.is_calm else 0.0
+            self._load(settling, loads)
+            lap.steady_ns, spent = time.monotonic_ns(), self._servers_cpu_ns()
+            self._load(phase.seconds - settling, loads)
             if phase.network is not None:
                 self._mend_network(loads)
             if phase.returns:
