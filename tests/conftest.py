@@ -28,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chromium", metavar="PATH", help="a browser, for tests/browser")
     parser.addoption("--screenshots", metavar="FOLDER", help="where tests/browser keeps pictures")
     parser.addoption(
+        "--many", type=int, default=12, metavar="N",
+        help="servers, and clients, that tests/system/test_many.py brings up on this host (default "
+        "12; 64 takes a minute or several)",
+    )
+    parser.addoption(
         "--slot-reuse", type=int, default=300, metavar="N",
         help="batches that tests/system/test_slot_reuse.py sends through one slot (default 300)",
     )

@@ -195,14 +195,16 @@ def test_a_new_server_takes_over_without_a_restart():
 
 def test_stalled_server_is_routed_around_after_the_reply_timeout():
     shares = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
-    with cluster(shares, MODEL, reply_timeout=0.4) as (client, servers, _):
+    with cluster(shares, MODEL, reply_timeout=0.4) as (client, servers, registry):
         inputs = batch(12, MODEL)
         client.moe(0, *inputs)
-        release = threading.Event()
-        servers[0].shard.run = lambda *args: release.wait(5) and None
+        epoch, release = registry.epoch, threading.Event()
+        servers[0].shard.run = lambda *args: release.wait(60) and None
         try:
             torch.testing.assert_close(client.moe(0, *inputs), expected(*inputs, MODEL))
             assert client.num_retries == 1
+            time.sleep(3 * 0.4)
+            assert "s0" in registry.members and registry.epoch == epoch, "slow is not dead"
         finally:
             release.set()
 

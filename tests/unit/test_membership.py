@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import socket
 import threading
 import time
@@ -12,6 +14,9 @@ from tests.leftovers import nothing_left_behind
 from tests.registry_peers import TOKEN, Peer, model_facts, server_facts
 
 from expertwire.errors import AuthError, ConfigError, ProtocolError, WaitTimeout
+from expertwire.observe.reports import Reporter
+from expertwire.registry import lease as lease_module
+from expertwire.registry import membership
 from expertwire.registry import thread as registry_thread
 from expertwire.registry.membership import Lease, Membership, ask, parse_members
 from expertwire.registry.registry import Registry
@@ -119,6 +124,38 @@ def test_reports_reach_the_registry(reg):
             time.sleep(0.01)
         assert ask_status(reg)["servers"][0]["reports"] == 1
         assert ids(client.membership.snapshot()) == {"a"}
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_registry_that_cannot_keep_up_gets_no_more_reports(reg, monkeypatch, answers):
+    """A client's next report waits until the last one was taken."""
+    taken, handler = [], Registry._handlers["client_report"]
+
+    def take(*args):
+        taken.append(handler(*args))
+        return taken[-1] if answers else None
+
+    monkeypatch.setitem(Registry._handlers, "client_report", take)
+    monkeypatch.setattr(membership, "Reporter", functools.partial(Reporter, seconds=0.01))
+    with contextlib.closing(Membership(reg.address, TOKEN, stats=dict)) as client:
+        client.wait(lambda m: m.epoch > 0, 5)
+        deadline = time.monotonic() + (20 if answers else 0.5)
+        while len(taken) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(taken) >= 3 if answers else len(taken) == 1
+
+
+def test_a_server_does_not_hang_up_on_a_registry_that_is_late(monkeypatch):
+    """Which counts what it hears: only the server's own hanging up would end the membership."""
+    monkeypatch.setattr(lease_module, "ANSWER_SECONDS", 0.2)  # of single questions
+    with Registry(token=TOKEN, lease_seconds=0.3) as reg, contextlib.closing(
+        Lease(reg.address, TOKEN, server_facts("a"))
+    ) as lease:
+        lease.wait_registered(5)
+        epoch = reg.epoch
+        monkeypatch.setitem(Registry._handlers, "heartbeat", lambda *_: None)
+        time.sleep(1.0)  # three leases without an answer
+        assert reg.epoch == epoch and set(reg.members) == {"a"} and lease.connected
 
 
 def test_plan_holds_its_share_while_the_list_lives(reg):

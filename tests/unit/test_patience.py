@@ -11,6 +11,7 @@ from expertwire.client.patience import (
     FIRST,
     FIRST_PAUSE,
     FLOOR,
+    LONGEST_HANDSHAKE,
     LONGEST_PAUSE,
     Patience,
 )
@@ -33,6 +34,17 @@ def test_the_deadline_is_a_multiple_of_the_slow_replies(reply, deadline):
     assert patience.seconds() == FIRST
     replies(patience, reply, 1)
     assert patience.seconds() == pytest.approx(deadline, rel=1e-3)
+
+
+def test_a_handshake_gets_more_time_with_every_failure_in_a_row():
+    patience, seen = Patience(fixed=0.3), []
+    for _ in range(5):
+        seen.append(patience.handshake(100.0))
+        patience.failed()
+    assert seen == [2.0, 4.0, 8.0, LONGEST_HANDSHAKE, LONGEST_HANDSHAKE]
+    assert patience.handshake(0.1) == pytest.approx(0.1 * 2**5)
+    replies(patience, 0.001, 1)
+    assert patience.handshake(0.1) == 0.1 and patience.handshake(60.0) == 2.0
 
 
 def test_one_slow_reply_of_many_changes_little():

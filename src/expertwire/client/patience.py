@@ -18,6 +18,7 @@ from ..observe.stats import ServerCounters
 FACTOR = 8.0
 FLOOR, CEILING, FIRST = 0.5, 30.0, 5.0  # seconds
 ENOUGH = 16  # replies
+FIRST_HANDSHAKE, LONGEST_HANDSHAKE = 2.0, 10.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds
 
 
@@ -53,6 +54,15 @@ class Patience:
         """A deadline passed, or a connection broke."""
         self._failures = self.failures + 1
         self._num_replies = self.counters.durations.count
+
+    def handshake(self, most: float) -> float:
+        """Seconds for connecting, at most `most` the first time.
+
+        A stalled server must not be waited for at length: others may hold the same experts. One
+        that is only slow, as all are on a machine with more work than cores, gets more each time.
+        """
+        first = min(most, FIRST_HANDSHAKE)
+        return max(first, min(first * 2 ** min(self.failures, 16), LONGEST_HANDSHAKE))
 
     def pause(self) -> float:
         """Seconds until the next attempt to connect, longer after every failure in a row."""

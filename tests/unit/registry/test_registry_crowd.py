@@ -16,6 +16,19 @@ from expertwire.registry import registry
 from expertwire.registry.registry import Registry
 
 
+def test_lists_go_out_no_faster_than_watchers_can_read_them(reg, monkeypatch):
+    """Servers that join one after the other make few lists, not one each; the last is whole."""
+    monkeypatch.setattr(registry, "BROADCAST_BYTES_PER_SECOND", 2000.0)
+    everyone = {f"s{i}" for i in range(20)}
+    with peers(reg.address) as peer:
+        watcher = peer()
+        watcher.watch()
+        for name in sorted(everyone):
+            peer().register(name)
+        watcher.wait_names(everyone, 60)
+        assert len(watcher.seen) < 10, "one at once, and one or a few when there was time again"
+
+
 def test_64_servers_and_64_watchers_at_once(reg):
     failures: list[BaseException] = []
     ready, done = threading.Barrier(128), threading.Barrier(128)
