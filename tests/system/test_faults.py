@@ -14,6 +14,7 @@ import torch
 from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
 
 from expertwire import Client, Registry, Server
+from expertwire.chaos import replies
 from expertwire.client.routing import RoutingTable
 from expertwire.device_structs import BufferHead, ReplyHead
 from expertwire.errors import (
@@ -207,6 +208,25 @@ def test_stalled_server_is_routed_around_after_the_reply_timeout():
             assert "s0" in registry.members and registry.epoch == epoch, "slow is not dead"
         finally:
             release.set()
+
+
+def test_a_server_that_takes_connections_and_never_answers_costs_one_deadline_each_time():
+    """Its replica is there: the doubled deadlines of a server that has none are not for it."""
+    with cluster([range(6), range(6)], MODEL) as (client, servers, _):
+        inputs = batch(12, MODEL)
+        for _ in range(40):
+            client.moe(0, *inputs)
+        deadline, longest = client.stats()["servers"]["s0"]["deadline_ms"] / 1e3, 0.0
+        hang = {"way": "replies", "hang": ["s0"]}
+        replies.obey(servers[0].hca, {"network": hang, "seed": 1, "server": "s0"})
+        end = time.monotonic() + 60
+        while client.links.num_lost < 3:
+            start = time.monotonic()
+            assert start < end
+            torch.testing.assert_close(client.moe(0, *inputs), expected(*inputs, MODEL))
+            longest = max(longest, time.monotonic() - start)
+        replies.obey(servers[0].hca, {"network": None})
+        assert longest < 3 * deadline, "the third would be four"
 
 
 def test_two_models_do_not_mix():

@@ -60,6 +60,7 @@ def test_deadlines_double_until_a_reply_comes():
     seen = []
     for _ in range(8):
         seen.append(patience.seconds())
+        assert patience.seconds(alone=False) == FLOOR, "others can do what it does"
         patience.failed()
     assert seen[:4] == [FLOOR, 2 * FLOOR, 4 * FLOOR, 8 * FLOOR] and seen[-1] == CEILING
     replies(patience, 0.001, 1)

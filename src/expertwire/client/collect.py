@@ -131,18 +131,19 @@ def raise_if_lost(flight: Flight) -> None:
 
 def raise_if_silent(flight: Flight, waited_ns: int) -> int:
     """WaitTimeout if a server's deadline has passed; else ns until the next one does."""
-    left_ns = []
+    assert flight.table is not None
+    left_ns, passed = [], []
     for s, link in silent(flight):
-        seconds = link.patience.seconds()
+        seconds = link.patience.seconds(s in flight.table.alone)
         left_ns.append(int(seconds * 1e9) - waited_ns)
         if left_ns[-1] <= 0:
             flight.failed.append(s)
+            passed.append(seconds)
     if flight.failed:
         s = flight.failed[0]
-        assert flight.table is not None
         link, seq, seen = flight.table.links[s], flight.shape.seq, flight.flags[s].value
         raise WaitTimeout(
-            f"no reply from server {link.server_id} within {link.patience.seconds():.3g} s "
+            f"no reply from server {link.server_id} within {passed[0]:.3g} s "
             f"(stage combine, expected seq {seq}, seen {seen}); it may be overloaded: raise "
             "reply_timeout, or add servers", "combine", link.server_id, seq, seen,
         )
@@ -266,11 +267,13 @@ def completion_error(where: str, syndrome: int, wqe_idx: int, peer: str) -> HcaE
 
 def client_stats(client: Client) -> dict[str, Any]:
     table = client.links.table
+    alone = {link.server_id for i, link in enumerate(table.links) if i in table.alone}
     return {
         "epoch": table.epoch,
         "stages": client.times.summary(),
         "servers": {link.server_id: {"seat": link.seat, "experts": len(link.experts),
-                                     "deadline_ms": round(link.patience.seconds() * 1000, 3),
+                                     "deadline_ms": round(
+                                         1e3 * link.patience.seconds(link.server_id in alone), 3),
                                      **link.counters.summary()} for link in table.links},
         "skipped_ids": client.num_skipped_ids,
         "retries": client.num_retries,  # chunks sent again

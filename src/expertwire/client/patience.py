@@ -3,7 +3,8 @@
 The deadline follows what the server was seen to do:
 
     base     = FACTOR x (99th percentile of its last 4096 replies), from FLOOR to CEILING
-    deadline = base x 2^(deadlines that passed since its last reply), at most CEILING
+    deadline = base, or if nobody else holds what the server holds
+               base x 2^(deadlines that passed since its last reply), at most CEILING
 
 and FIRST instead of the base while fewer than ENOUGH replies are known: a server may have to read
 its weights first. The doubling is that of retransmission timers (RFC 6298, section 5.5): a server
@@ -34,8 +35,12 @@ class Patience:
         self._failures = 0  # since the last reply
         self._num_replies = 0  # at the last failure
 
-    def seconds(self) -> float:
-        """The deadline of a reply, from when it began to be waited for."""
+    def seconds(self, alone: bool = True) -> float:
+        """The deadline of a reply, from when it began to be waited for.
+
+        alone: nobody else holds what the server holds. Where others do, one that takes connections
+        and never answers costs the same every time that it is tried again.
+        """
         if self.fixed is not None:
             return self.fixed
         durations = self.counters.durations
@@ -43,7 +48,7 @@ class Patience:
         if durations.count >= ENOUGH:
             p99_us = durations.percentiles_us()[1]
             base = min(max(FACTOR * p99_us / 1e6, FLOOR), CEILING)
-        return min(base * 2 ** min(self.failures, 16), CEILING)
+        return min(base * 2 ** min(self.failures, 16), CEILING) if alone else base
 
     @property
     def failures(self) -> int:

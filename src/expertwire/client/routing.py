@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,12 @@ class RoutingTable:
             [link.experts for link in self.links], num_experts, leaving
         )
         self.max_replicas = self.expert_servers.shape[1]
+
+    @functools.cached_property
+    def alone(self) -> frozenset[int]:
+        """Servers (index into links) that hold an expert which no other one here does."""
+        once = (self.expert_servers >= 0).sum(axis=1) == 1
+        return frozenset(self.expert_servers[once, 0].tolist())
 
     def missing(self) -> list[int]:
         """Experts that nobody holds."""
