@@ -123,8 +123,9 @@ def test_defaults(tmp_path):
     ("model: m\nenv: {A: [1]}", "env.A must be text"),
     ("model: m\nenv: {A: on}", "write it in quotes"),
     ("model: m\nenv: {EXPERTWIRE_TOKEN: 0123456789abcdef}", "use token_file"),
-    ("model: m\nname: 'a b'", "name must be letters"),
-    ("model: m\nname: ../up", "name must be letters"),
+    ("model: m\nname: 'a b'", "name must be at most 63 letters"),
+    ("model: m\nname: " + "n" * 64, "name must be at most 63 letters"),
+    ("model: m\nname: ../up", "name must be at most 63 letters"),
 ])
 def test_errors_name_the_file_and_the_setting(tmp_path, text, names):
     with pytest.raises(ConfigError) as caught:

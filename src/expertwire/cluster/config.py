@@ -106,8 +106,8 @@ def parse_config(content: dict[str, Any], source: str = "cluster") -> ClusterCon
     top = _Section(content, source, "")
     name = top.text("name", REQUIRED)
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{source}: name must be letters, digits, - and _, not {name!r}; it "
-                          "becomes part of the names of processes and files")
+        raise ConfigError(f"{source}: name must be at most 63 letters, digits, - and _, not "
+                          f"{name!r}; it becomes part of the names of processes and files")
     config = ClusterConfig(
         name=name, model=top.text("model", REQUIRED), registry=_registry(top.section("registry")),
         servers=_servers(top.section("servers")), ray=_ray(top.section("ray")),
