@@ -42,7 +42,9 @@ class TcpListener(Listener):
             family, _, _, _, place = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            sock = socket.create_server(place, family=family)
+            # "::" takes IPv4, too: the address that is shown may be of either kind.
+            both = place[0] == "::" and socket.has_dualstack_ipv6()
+            sock = socket.create_server(place, family=family, dualstack_ipv6=both)
         except OSError as err:
             raise ConfigError(
                 f"cannot listen on {format_address(host, port)}: {err.strerror or err}; choose "
@@ -68,6 +70,9 @@ def listen_data(hca: str, listen: str | None, registry: str, token: bytes) -> Li
     # A wildcard is a place to listen, not one to connect to.
     wildcard = is_address(host) and ipaddress.ip_address(host).is_unspecified
     shown = local_host_towards(registry) if wildcard else ""
+    if shown and ":" in shown and ":" not in host:
+        raise ConfigError(f"--data-listen {listen} takes IPv4 only, and the registry is reached "
+                          f"with IPv6 ({shown}): use [::], or name an address")
     return TcpListener(host, port, token, shown, scheme=scheme)
 
 
