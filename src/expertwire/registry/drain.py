@@ -36,7 +36,8 @@ def run_drain(
     start = time.monotonic()
     server_id = ask(registry, token, {"type": "drain", "server_id": server})["server_id"]
     said, cut_off = "", False
-    timeout = max(timeout, (deadline or 0.0) + LEAVE_SECONDS)
+    if deadline is not None:
+        timeout = max(timeout, deadline + LEAVE_SECONDS)
     while True:
         servers = {s["server_id"]: s for s in _status(registry, token, start + timeout)["servers"]}
         seconds = time.monotonic() - start
