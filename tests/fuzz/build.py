@@ -24,7 +24,10 @@ from expertwire.message import RequestLayout
 
 HERE = Path(__file__).parent
 NATIVE = Path(expertwire.__file__).parent
-SOURCES = {"wqe": ("soft_*.cpp", "error.cpp"), "head": ("fiber*", "schedule.cpp", "error.cpp")}
+SOURCES = {
+    "wqe": ("soft_*.cpp", "wire*.cpp", "ucx_load.cpp", "trace.cpp", "error.cpp"),
+    "head": ("fiber*", "schedule.cpp", "error.cpp"),
+}
 FLAGS = ["-std=c++20", "-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all",
          "-fsanitize=fuzzer,address,undefined", "-D__SANITIZE_ADDRESS__=1", "-ffp-contract=off",
          "-pthread"]
