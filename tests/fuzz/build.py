@@ -95,7 +95,9 @@ def wqe_seeds() -> dict[str, bytes]:
 
 def head_seeds() -> dict[str, bytes]:
     seeds = {}
-    for name, rows, top_k, element, fp8 in (("plain", 3, 2, 4, False), ("fp8", 2, 4, 1, True)):
+    for name, rows, top_k, element, fp8, control in (
+        ("plain", 3, 2, 4, False, 0), ("fp8", 2, 4, 1, True, 0), ("fp8_wide", 2, 4, 1, True, 4),
+    ):
         at = RequestLayout.of(rows, top_k, 24 * element, 2 if fp8 else 0)
         data = rows * top_k * 8 + rows * 24 * element + rows * 8 * fp8
         head = BufferHead(
@@ -107,7 +109,7 @@ def head_seeds() -> dict[str, bytes]:
         )
         count = rows * top_k
         ids = (ctypes.c_int32 * count)(*[(1, 3, 4, -1)[i % 4] for i in range(count)])
-        seeds[name] = bytes([0]) + bytes(head) + bytes(ids)
+        seeds[name] = bytes([control]) + bytes(head) + bytes(ids)
     return seeds
 
 
