@@ -94,6 +94,7 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
   gather.pair_position = addr(position), gather.pair_reply_row = addr(reply_row), gather.gathered = addr(rows);
   gather.gathered_scales = addr(scales), gather.expert_rows = addr(expert_rows);
   gather.num_messages = poll.num_messages, gather.layer = poll.layer;
+  gather.output_type = control & 4 ? u32{kFloat32} : 0;  // fp8 rows are gathered as fp32, or as they came
   gather.num_local = num_local, gather.num_experts = kExperts, gather.min_rows = kMinRows;
   run<server_gather>(gather, "gathering");
   require(offsets[num_local] <= places, "gathered rows fit");

@@ -15,9 +15,10 @@ constexpr u32 kRing = 4096;
 struct ew_ring {
   u64 count, total_ns;
   i64 values[kRing];  // the last ones
-  void add(u64 ns) {
-    values[count % kRing] = static_cast<i64>(ns);
-    ++count, total_ns += ns;
+  void add(u64 ns) {  // by one thread; others may read meanwhile
+    __atomic_store_n(&values[count % kRing], static_cast<i64>(ns), __ATOMIC_RELAXED);
+    __atomic_store_n(&total_ns, total_ns + ns, __ATOMIC_RELAXED);
+    __atomic_store_n(&count, count + 1, __ATOMIC_RELEASE);
   }
 };
 
