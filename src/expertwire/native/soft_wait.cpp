@@ -188,7 +188,10 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
       return changed;
     }
     if (hca->interrupted.exchange(0, std::memory_order_seq_cst)) return -EINTR;
-    if (now - start >= timeout_ns) return -ETIMEDOUT;
+    if (now - start >= timeout_ns) {
+      hca->spin_paid = now - start < spin_ns;
+      return -ETIMEDOUT;
+    }
     const int executed = ew_hca_poll(hca, 64);
     now = monotonic_ns();
     // Busy, and no thread but this one executes what is posted: do not sleep on it.
