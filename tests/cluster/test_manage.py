@@ -150,7 +150,7 @@ def test_one_command_at_a_time_changes_a_cluster(scaled, tmp_path):
     with changing("here"):
         for change in (lambda: manage.up(str(file), "local", timeout=1, quiet=True),
                        lambda: manage.scale(None, 2, quiet=True)):
-            with pytest.raises(ConfigError, match="another .* is changing cluster here now"):
+            with pytest.raises(ConfigError, match=r"another .* is changing cluster here now"):
                 change()
     assert len(manage.scale(None, 2, quiet=True)["processes"]) == len(backend.servers) == 2
 

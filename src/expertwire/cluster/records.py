@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def cluster_folder(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def changing(name: str) -> Iterator[None]:
+def changing(name: str) -> Generator[None]:
     """One command at a time changes a cluster. Raises ConfigError while another one does."""
     folder = cluster_folder(name)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
