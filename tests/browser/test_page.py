@@ -165,6 +165,7 @@ def test_it_says_when_the_registry_is_gone_and_goes_on_when_it_is_back(see, keep
         seen = see(web.address)
         seen.open()
         assert "No server yet" in seen.text("#servers") and "no model yet" in seen.text("#model")
+        assert "No server yet" in seen.text("#heat-note")
         assert "expertwire serve MODEL" in seen.text("#servers")
         keep(seen, "empty")
         registry.close()

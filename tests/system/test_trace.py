@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from expertwire import Client, Registry
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError, ExpertwireError
 from expertwire.hca.fault import Faults, FaultyHca
+from expertwire.observe.draw import NOTHING
 from expertwire.processes import ChildGroup
 from expertwire.trace import recorder as trace
 from expertwire.trace.chrome import WAY
@@ -71,6 +73,30 @@ def test_every_message_has_its_whole_way_and_every_entry_is_decoded(path, option
             assert carried == message["bytes"]
     assert len([e for e in events if e["ph"] == "s"]) == 6
     assert sum(e["ph"] == "t" for e in events) >= 6 * 5
+
+
+def test_a_call_is_its_stages_and_a_send_is_around_what_it_sends(path):
+    """Both ways of sending: the native trip's and the general one's."""
+    with cluster(SHARES, MODEL) as (client, _, _), trace.tracing(path):
+        hidden, ids, weights = batch(40, MODEL)
+        client.moe(0, hidden, ids, weights)
+        client.dispatch(1, hidden, ids, weights).combine()
+        client.moe(1, hidden[:0], ids[:0], weights[:0])  # sends nothing
+    events = chrome_trace.read(path)
+    sends = slices(events, "send")
+    assert [e["args"]["layer"] for e in sends] == [0, 1]
+    for send, name in itertools.product(sends, ("route", "pack", "put")):
+        (inside,) = [e for e in slices(events, name)
+                     if send["ts"] <= e["ts"] < send["ts"] + send["dur"]]
+        assert inside["ts"] + inside["dur"] <= send["ts"] + send["dur"] + chrome_trace.SLACK_US
+        assert inside["args"].get("seq", send["args"]["seq"]) == send["args"]["seq"]
+        waits = [e for e in slices(events, "wait") if e["args"]["seq"] == send["args"]["seq"]]
+        assert waits and send["ts"] + send["dur"] <= waits[0]["ts"] + chrome_trace.SLACK_US
+    steps = summarise(events)["steps"]
+    assert steps["count"] == 1
+    assert set(steps["stages"]) == {"send", "route", "pack", "put", "wait", "combine", NOTHING}
+    assert sum(found["total_us"] for found in steps["stages"].values()) == pytest.approx(
+        slices(events, "moe")[0]["dur"], abs=1)
 
 
 def test_the_direct_path_has_no_entries_and_all_stages(path):

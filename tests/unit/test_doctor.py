@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import time
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from expertwire import Registry
 from expertwire.cli.app import app
 from expertwire.doctor import host
-from expertwire.doctor.findings import STATES, Finding, Probe, Roots, run_checks
+from expertwire.doctor.findings import MORE_TIME, STATES, Finding, Probe, Roots, run_checks
 from expertwire.doctor.gpu import gpu_findings, nvlink_findings
 from expertwire.doctor.probe import expected_words
 from expertwire.doctor.report import (
@@ -76,10 +77,12 @@ def test_it_ends_in_time_whatever_takes_long():
 def test_the_command_as_json_and_its_exit_code():
     result = CliRunner().invoke(app, ["doctor", "--json"])
     facts = json.loads(result.output)
-    assert result.exit_code == (0 if facts["can_run"] else 1)
+    assert result.exit_code == {True: 0, False: 1, None: 3}[facts["can_run"]]
     assert facts["seconds"] < 5 and facts["needed"] == "cpu" and set(facts["paths"]) == set(PATHS)
     hasty = CliRunner().invoke(app, ["doctor", "--json", "--seconds", "0.5"])
     assert json.loads(hasty.output)["seconds"] < 5
+    for finding in json.loads(hasty.output)["findings"]:
+        assert finding["state"] != "unknown" or finding["fix"].startswith(MORE_TIME), finding
     needed = CliRunner().invoke(app, ["doctor", "--json", "--need", "mlx5"])
     assert needed.exit_code == 1, "there is no ConnectX in a test machine"
     wrong = CliRunner().invoke(app, ["doctor", "--need", "tin cans"])
@@ -117,8 +120,15 @@ def test_a_probe_that_crashes_says_by_which_signal():
 
 def test_a_probe_that_hangs_is_killed():
     probe = Probe("job")
-    assert probe.result(time.monotonic()) == {"late": True}
-    assert probe._process.returncode is not None
+    assert probe.result(time.monotonic())["late"]
+    assert probe._process.wait(20) < 0
+
+
+def test_a_probe_that_is_late_says_how_far_it_came():
+    probe = Probe("job")
+    assert select.select([probe._process.stdout], [], [], 60)[0], "it says nothing"
+    facts = probe.result(time.monotonic())
+    assert facts["late"] and "torch" in facts["reached"]
 
 
 def test_the_probes_kernel_is_described_by_what_it_writes():
@@ -286,8 +296,12 @@ def test_what_a_path_is_said_to_be():
              Finding("nvlink", "e", "absent", "nothing"), Finding("ucx", "f", "unknown", "late"),
              Finding("mlx5", "g", "ok", "x"), Finding("mlx5", "h", "unknown", "late")]
     states = path_states(found)
-    assert [states[p]["state"] for p in PATHS] == ["works", "no", "absent", "unknown", "works"]
+    assert [states[p]["state"] for p in PATHS] == ["works", "no", "absent", "unknown", "unknown"]
     assert states["gpu"] == {"state": "no", "why": "d: broken", "fix": "mend it"}
-    assert can_run(states, "cpu") and can_run(states, "mlx5") and not can_run(states, "gpu")
+    assert can_run(states, "cpu") is True and can_run(states, "gpu") is False
+    assert can_run(states, "mlx5") is None, "what was not tried is not known to work"
     broken = [Finding("cpu", "a", "fail", "x", "y"), *found]
-    assert not as_dict(broken, "mlx5", 1.0)["can_run"], "every path needs what the CPU's needs"
+    assert as_dict(broken, "mlx5", 1.0)["can_run"] is False, "every path needs what the CPU's needs"
+    late = [*found, job_finding({"late": True, "reached": "importing torch"})]
+    assert as_dict(late, "cpu", 1.0)["can_run"] is None
+    assert "importing torch" in "\n".join(report_lines(late))

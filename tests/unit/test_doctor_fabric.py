@@ -159,7 +159,11 @@ def test_ucx():
     assert ucx("self", "tcp")["transports"].state == "warn"
     assert ucx("self", "posix", "cuda_cpy")["transports"].state == "fail"
     (missing,) = ucx_findings({"missing": "libucp.so.0: cannot open"})
-    assert missing.state == "fail" and "pip install libucx" in missing.fix
+    assert missing.state == "fail" and "expertwire[ucx]" in missing.fix
+    (crashed,) = ucx_findings({"error": "the check crashed (SIGSEGV)"})
+    assert crashed.state == "fail" and "UCX_TLS" in crashed.fix and "pip" not in crashed.fix
+    (late,) = ucx_findings({"late": True})
+    assert late.state == "unknown" and late.fix
 
 
 def test_the_ucx_probe_says_what_is_here():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -41,6 +42,8 @@ DeviceOption = Annotated[
     str, typer.Option(help="of the attention side: cpu, or cuda[:N] for servers on GPUs")
 ]
 DEFAULT_REGISTRY = "127.0.0.1:7700"
+OF_THIS_PROCESS = object()  # in a context: `main` runs it, so that the process began for it
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def print_json(facts: dict[str, Any]) -> None:
@@ -298,12 +301,15 @@ def drain(
     registry: RegistryOption = DEFAULT_REGISTRY,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait until it has left")]
     = 60.0,
+    deadline: Annotated[float | None, typer.Option(min=0, help="seconds until it leaves also if a "
+                        "client hangs and holds on to it: what that one sent goes to replicas")]
+    = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let a server leave with nothing lost: its clients move to replicas, then it ends."""
     from ..registry.drain import run_drain
 
-    result = run_drain(registry, server, timeout=timeout, quiet=as_json)
+    result = run_drain(registry, server, timeout=timeout, deadline=deadline, quiet=as_json)
     if as_json:
         print_json(result)
 
@@ -385,12 +391,22 @@ def main() -> None:
     stop_on_signals(lambda: None)
     follow_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))  # also while still importing
     try:
-        app()
+        try:
+            app(obj=OF_THIS_PROCESS)
+        finally:
+            if sys.stdout:  # what cannot be printed is an error of the command, not of its end
+                sys.stdout.flush()
     except ExpertwireError as err:
         print("expertwire:", " ".join(str(err).split()), file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(141) from None
+    except OSError as err:
+        if err.errno not in (errno.EPIPE, *NO_ROOM):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be flushed
+        if err.errno == errno.EPIPE:
+            raise SystemExit(141) from None
+        where = f" to {err.filename}" if err.filename else ""
+        print(f"expertwire: cannot write{where}: {err.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import JsonOption, app, print_json
+from .app import OF_THIS_PROCESS, JsonOption, app, print_json
 
 if TYPE_CHECKING:
     from ..cuda.service import ExpertService
@@ -92,6 +92,7 @@ def wqe_decode(
 
 @app.command()
 def doctor(
+    context: typer.Context,
     need: Annotated[str, typer.Option(help="path that must work: cpu, gpu, nvlink, ucx or mlx5")]
     = "cpu",
     seconds: Annotated[float | None, typer.Option(min=0.5, help="time for all checks, where "
@@ -99,20 +100,23 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Say which paths work on this machine, why not, and what fixes it. Ends with 1 if the needed
-    one does not."""
-    from ..doctor.report import PATHS, SECONDS, as_dict, examine, report_lines
+    one does not, with 3 if that was not found out in time."""
+    from ..doctor.report import LEAST, PATHS, SECONDS, as_dict, examine, process_age, report_lines
     from ..errors import ConfigError
 
     if need not in PATHS:
         raise ConfigError(f"--need {need!r}: it is one of {', '.join(PATHS)}")
+    age = process_age() if context.obj is OF_THIS_PROCESS else 0.0
     begin = time.monotonic()
-    found = examine(seconds=seconds or SECONDS)
-    facts = as_dict(found, need, time.monotonic() - begin)
+    found = examine(seconds=seconds or max(LEAST, SECONDS - age))
+    facts = as_dict(found, need, age + time.monotonic() - begin)
+    runs = facts["can_run"]
     if as_json:
         print_json(facts)
     else:
         print("\n".join(report_lines(found)))
-        print(f"the job can{'' if facts['can_run'] else 'not'} run on {need} "
-              f"({facts['seconds']:.1f} s)", flush=True)
-    if not facts["can_run"]:
-        raise typer.Exit(1)
+        said = {True: "the job can run", False: "the job cannot run",
+                None: "not found out in time whether the job can run"}[runs]
+        print(f"{said} on {need} ({facts['seconds']:.1f} s)", flush=True)
+    if runs is not True:
+        raise typer.Exit(3 if runs is None else 1)

@@ -29,6 +29,7 @@ from ..errors import (
 from ..hca.wqe import syndrome_name
 from ..launch import last_error
 from ..message import DATA_TYPE_BYTES, DATA_TYPES, REASON_TEXT, Reason, RequestLayout
+from ..trace import recorder as trace
 from . import send
 from .patience import FLOOR, longest_wait
 
@@ -201,7 +202,11 @@ def sent(client: Client, flight: Flight, start: int, filled: int) -> None:
     client.times.add("route", route)
     client.times.add("pack", pack)
     client.times.add("put", put)
-    client.times.add("send", time.perf_counter_ns() - start)
+    end = time.perf_counter_ns()
+    client.times.add("send", end - start)
+    if trace.active:
+        trace.stage("send", start, end, layer=flight.shape.layer, client=client.client_id,
+                    seq=flight.shape.seq)
     if client.trace is not None:
         routed = filled + route  # the put's end includes what the HCA sent at once
         client.trace.append({

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..hca.interface import Hca
 from .channel import Channel, format_address, parse_address
 from .frames import (
-    HANDSHAKE_SECONDS,
+    ACCEPT_SECONDS,
     Listener,
     connect_tcp,
     connect_unix,
@@ -36,7 +36,7 @@ class TcpListener(Listener):
 
     def __init__(
         self, host: str, port: int, token: bytes, shown: str = "",
-        handshake_seconds: float = HANDSHAKE_SECONDS, *, scheme: str = "ucx",
+        handshake_seconds: float = ACCEPT_SECONDS, *, scheme: str = "ucx",
     ):
         try:
             family, _, _, _, place = socket.getaddrinfo(

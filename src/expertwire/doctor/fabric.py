@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .findings import Finding, Roots
+from .findings import MORE_TIME, Finding, Roots
 
 SHARED = {"self", "sysv", "posix", "cma", "xpmem", "knem"}
 LOCKED_BYTES = 64 << 20
@@ -20,10 +20,14 @@ CONTAINER_FLAGS = ("docker run --device=/dev/infiniband --cap-add=IPC_LOCK --uli
 def ucx_findings(facts: dict[str, Any]) -> list[Finding]:
     """facts: of probe.ucx."""
     if facts.get("late"):
-        return [Finding("ucx", "library", "unknown", "UCX did not answer in time")]
-    if "missing" in facts or "error" in facts:
-        return [Finding("ucx", "library", "fail", facts.get("missing") or facts["error"],
-                        "pip install libucx-cu13, or: apt-get install libucx0")]
+        return [Finding("ucx", "library", "unknown", "UCX did not answer in time", MORE_TIME)]
+    if "missing" in facts:
+        return [Finding("ucx", "library", "fail", facts["missing"],
+                        "pip install 'expertwire[ucx]', or: apt-get install libucx0")]
+    if "error" in facts:  # it is there, and ends its process
+        return [Finding("ucx", "library", "fail", facts["error"],
+                        "UCX_TLS=tcp,self expertwire doctor; if that helps, keep UCX_TLS, else "
+                        "another UCX: EXPERTWIRE_UCX_LIBRARY=/path/to/libucp.so.0")]
     names = facts["transports"]
     wires = [name for name in names if name not in SHARED and not name.startswith("cuda")]
     found = [Finding("ucx", "library", "ok", f"UCX {facts['version']} ({facts['library']})")]
@@ -123,7 +127,8 @@ def _verbs(
                        f"sudo chmod 666 {file}, or join its group: sudo usermod -aG rdma $USER")
     facts = try_verbs(device.name)
     if facts.get("late"):
-        return finding("unknown", "opening it took too long", "ibv_devinfo (does it hang too?)")
+        return finding("unknown", "opening it took too long",
+                       f"{MORE_TIME}; ibv_devinfo (does it hang too?)")
     if "error" in facts:
         missing = "No module named 'pyverbs'" in facts["error"]
         return finding("fail", facts["error"],

@@ -20,6 +20,9 @@ from typing import Any
 STATES = ("ok", "warn", "fail", "unknown", "absent")
 
 
+MORE_TIME = "expertwire doctor --seconds 30"
+
+
 @dataclass(frozen=True)
 class Finding:
     """path: the path it is about. fix: the command or the step that helps, "" for none."""
@@ -68,18 +71,20 @@ class Probe:
         )
 
     def result(self, deadline: float) -> dict[str, Any]:
-        """What it printed; {"error": why} if it crashed, {"late": True} if it was killed.
+        """The last thing it printed; {"error": why} if it crashed.
 
-        deadline: of time.monotonic().
+        {"late": True, "reached": what it said last} if it was killed. deadline: of
+        time.monotonic().
         """
         try:
             out, err = self._process.communicate(
                 timeout=max(0.05, deadline - time.monotonic())
             )
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: left to it
-                self._process.communicate(timeout=1)
+                out, _ = self._process.communicate(timeout=0.1)
+                return {"late": True, **self._reached(out)}
             return {"late": True}
         if self._process.returncode == 0:
             try:
@@ -90,6 +95,17 @@ class Probe:
             return {"error": f"the check crashed ({signal_name(-self._process.returncode)})"}
         words = (err.strip() or out.strip() or "it said nothing").splitlines()[-1][:300]
         return {"error": f"{words} (exit code {self._process.returncode})"}
+
+
+    def kill(self) -> None:
+        """Ends it if it still runs, and does not wait for that."""
+        self._process.kill()
+
+    @staticmethod
+    def _reached(out: str) -> dict[str, Any]:
+        with contextlib.suppress(ValueError, IndexError):
+            return {"reached": json.loads(out.splitlines()[-1])["reached"]}
+        return {}
 
 
 def signal_name(number: int) -> str:
@@ -120,6 +136,6 @@ def run_checks(
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    late = "not found out in time; run it again when the machine has less to do"
+    late = "not found out in time"
     return [finding for name in checks for finding in
-            results.get(name, [Finding(*name.split(" ", 1), "unknown", late)])]
+            results.get(name, [Finding(*name.split(" ", 1), "unknown", late, MORE_TIME)])]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .findings import Finding, Roots
+from .findings import MORE_TIME, Finding, Roots
 
 LEAST_CAPABILITY = (7, 0)  # acquire and release of system scope
 TESTED_CAPABILITY = (9, 0)
@@ -19,7 +19,8 @@ def gpu_findings(facts: dict[str, Any], roots: Roots, torch_cuda: str | None) ->
     """facts: of probe.gpu. torch_cuda: CUDA version that torch was built for, None: for CPUs."""
     if facts.get("late"):
         return [Finding("gpu", "driver", "unknown", "the NVIDIA driver did not answer in time",
-                        "nvidia-smi (if that hangs too, reset the GPU or restart the machine)")]
+                        f"{MORE_TIME}; nvidia-smi (if that hangs too, reset the GPU or restart "
+                        "the machine)")]
     if "error" in facts:
         return [Finding("gpu", "driver", "fail", facts["error"], "nvidia-smi")]
     if "no_driver" in facts or "no_device" in facts:

@@ -27,12 +27,20 @@ def expected_words() -> list[int]:
     return [warps[i // 32] + i for i in range(COUNT)]
 
 
+def reached(what: str) -> None:
+    """For whoever has to end this process before its time."""
+    print(json.dumps({"reached": what}), flush=True)
+
+
 # -------------------------------------------------------------------- a whole trip
 
 
 def job() -> dict[str, Any]:
     """Registry, server and client in this process: a batch there and back."""
+    reached("importing torch")
     import torch
+
+    reached("torch was imported; importing the client and the server")
 
     from ..client.client import Client
     from ..registry.registry import Registry
@@ -41,6 +49,7 @@ def job() -> dict[str, Any]:
 
     token = b"a token of the doctor's own"
     model = echo_model(64, "float32")
+    reached("torch was imported; connecting")
     with Registry("127.0.0.1:0", token=token) as registry, \
             Server(EchoShard(), model, registry, token=token), \
             Client(registry, token=token) as client:

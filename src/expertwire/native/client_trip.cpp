@@ -49,6 +49,14 @@ void fill(ew_batch* batch, const ew_flight& flight, u32 chunk) {
   at<KernelStatus>(put->status)->code = kOk;
 }
 
+// Around route, pack and put: also filling in their arguments, the HCA's turn and waking peers.
+void trace_send(const MessageShape& shape, u64 begin_ns, u64 end_ns) {
+  ew::TraceRecord record = {};
+  record.kind = ew::kTraceStage, record.stage = ew::kTraceSend, record.begin_ns = begin_ns, record.end_ns = end_ns;
+  record.client = shape.client_id, record.seq = shape.seq, record.layer = shape.layer;
+  ew::trace(record);
+}
+
 // Returns whether the chunk is on its way. A problem of the put itself is left in the status.
 bool issue(ew_batch* batch, u32 chunk, bool* failed) {
   ew_flight& flight = batch->flights[chunk % batch->num_flights];
@@ -67,7 +75,9 @@ bool issue(ew_batch* batch, u32 chunk, bool* failed) {
   }
   for (u32 i = 0; i < 3; ++i) batch->times[i]->add(flight.send[i].elapsed_ns);
   drive(batch->hca);
-  batch->times[3]->add(ew::clock_ns() - start);
+  const u64 sent = ew::clock_ns();
+  batch->times[3]->add(sent - start);
+  if (ew::tracing()) trace_send(batch->shape, start, sent);
   return true;
 }
 

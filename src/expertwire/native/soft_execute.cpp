@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "trace.hpp"
-
 namespace {
 
 constexpr u32 kNoReceiveYet = 0xfffffffe;  // not a syndrome: the entry is tried again
@@ -86,16 +84,17 @@ u32 execute_atomic(ew_qp* qp, Wqe* wqe, u64* moved) {
   return kSyndromeNone;
 }
 
-void trace_executed(ew_qp* qp, const Wqe& wqe, u64 num_bytes, u32 syndrome) {
+}  // namespace
+
+void trace_entry(ew::TraceKind kind, const ew_qp* qp, const Wqe& wqe, u64 begin_ns, u64 end_ns, u64 num_bytes,
+                 u32 syndrome) {
   ew::TraceRecord record = {};
-  record.kind = ew::kTraceExecuted, record.begin_ns = qp->trace_begin_ns, record.end_ns = monotonic_ns();
+  record.kind = kind, record.begin_ns = begin_ns, record.end_ns = end_ns;
   record.hca = reinterpret_cast<u64>(qp->hca), record.qpn = qp->info.qpn, record.idx = wqe.idx;
   record.num_bytes = num_bytes, record.syndrome = syndrome;
   memcpy(record.wqe, wqe.bytes, ew::kTraceWqeBytes);
   ew::trace(record);
 }
-
-}  // namespace
 
 Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
   *moved = 0;
@@ -162,7 +161,8 @@ Step execute_next(ew_qp* qp, u64 max_bytes, u64* moved) {
   }
   qp->rnr_since_ns = 0;
   qp->progress = 0;
-  if (ew::tracing()) trace_executed(qp, wqe, num_bytes, syndrome);
+  if (ew::tracing())
+    trace_entry(ew::kTraceExecuted, qp, wqe, qp->trace_begin_ns, monotonic_ns(), num_bytes, syndrome);
   qp->trace_begin_ns = 0;
   ++qp->hca->stats.num_wqe[wqe.opcode & 63];
   if (syndrome != kSyndromeNone) {

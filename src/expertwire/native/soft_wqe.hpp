@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "soft_hca.hpp"
+#include "trace.hpp"
 
 constexpr u32 kMaxSegments = 63;
 constexpr u64 kMaxMessageBytes = 1ull << 30;
@@ -38,6 +39,10 @@ void read_wqe(const ew_qp* qp, u64 idx, Wqe* wqe);
 
 // What is wrong with it before anything is executed; a syndrome.
 u32 check_wqe(const ew_qp* qp, const Wqe& wqe);
+
+// Tells the trace of an entry: that it was executed, or what the peer's host said of it.
+void trace_entry(ew::TraceKind kind, const ew_qp* qp, const Wqe& wqe, u64 begin_ns, u64 end_ns, u64 num_bytes,
+                 u32 syndrome);
 
 // Data segments from `first` on: pointers, each checked against its key, or one inline segment.
 // Returns a syndrome.

@@ -24,16 +24,18 @@ enum TraceKind : unsigned {
   kTraceStage = 1,     // a stage of this thread: stage says which
   kTraceMessage = 2,   // a request that a put sent
   kTracePosted = 3,    // a work-queue entry that a put or reply wrote
-  kTraceExecuted = 4,  // the HCA took it up, and was done with it
+  kTraceExecuted = 4,  // the HCA took it up, and was done with it (hca="ucx": handed it to the network)
   kTraceArrived = 5,   // a reply's flag was seen by the client
   kTraceTaken = 6,     // a request was taken into a server's batch
   kTraceReplied = 7,   // a reply that a server sent
   kTraceSpan = 8,      // a span with a name of the caller's, in `wqe`
   kTraceDevice = 9,    // a stage of a device's stream, by its own stamps (trace/device.py)
+  kTraceAcknowledged = 10,  // the peer's host says that it has executed an entry (hca="ucx")
 };
 enum TraceStage : unsigned {
   kTraceOther = 0, kTraceRoute = 1, kTracePack = 2, kTracePut = 3, kTraceWait = 4, kTraceCombine = 5, kTracePoll = 6,
   kTraceGather = 7, kTraceExperts = 8, kTraceReply = 9, kTraceMoe = 10,
+  kTraceSend = 11,  // around route, pack and put: arguments, the HCA's turn, waking peers
 };
 
 struct TraceRecord {

@@ -91,6 +91,25 @@ Added add_entry(ew_qp* qp, Send* send, Op* op, u64 room, u32* syndrome, u64* mov
   return Added::kYes;
 }
 
+// The entries of a frame that is on its way, one after the other; a long one is told with its last piece.
+void trace_sent(const ew_qp* qp, const FrameHead& head, const Op* ops, const u64* begins) {
+  const u64 now = monotonic_ns();
+  u64 idx = head.first_idx;
+  for (u32 i = 0; i < head.num_ops && ops[i].last; idx += ops[i++].num_blocks) {
+    Wqe wqe;
+    read_wqe(qp, idx, &wqe);
+    trace_entry(ew::kTraceExecuted, qp, wqe, begins[i], i + 1 < head.num_ops ? begins[i + 1] : now, ops[i].total,
+                kSyndromeNone);
+  }
+}
+
+void trace_told(const ew_qp* qp, u64 idx, u32 syndrome) {
+  Wqe wqe;  // still in the ring
+  read_wqe(qp, idx, &wqe);
+  const u64 now = monotonic_ns();
+  trace_entry(ew::kTraceAcknowledged, qp, wqe, now, now, 0, syndrome);
+}
+
 // What is known to have failed, once every entry before it has completed.
 bool fail_if_due(ew_qp* qp, u32 syndrome, u64 idx) {
   if (syndrome == kSyndromeNone || qp->ci != idx) return false;
@@ -98,6 +117,7 @@ bool fail_if_due(ew_qp* qp, u32 syndrome, u64 idx) {
   read_wqe(qp, idx, &wqe);
   const bool fits = wqe.num_segments > 0 && idx + wqe.num_blocks() <= qp->pi;
   ++qp->hca->stats.num_wqe[wqe.opcode & 63];
+  if (ew::tracing()) trace_told(qp, idx, syndrome);
   fail_qp(qp, idx, wqe.opcode, syndrome);
   qp->ci += fits ? wqe.num_blocks() : qp->pi - idx;
   flush_posted(qp);
@@ -110,6 +130,7 @@ void complete(ew_qp* qp) {
     const Sent entry = queue->front();
     if (queue->acked < entry.idx + entry.num_blocks || (entry.wants_data && entry.received < entry.num_bytes)) break;
     ++queue->first, --queue->count;
+    if (ew::tracing()) trace_told(qp, entry.idx, kSyndromeNone);
     qp->ci += entry.num_blocks;
     ++qp->hca->stats.num_wqe[entry.opcode & 63];
     qp->hca->stats.bytes += entry.num_bytes;
@@ -147,11 +168,15 @@ Step wire_step(ew_qp* qp, u64 max_bytes, u64* moved) {
   head.first_idx = queue->sent;
   if (queue->count == 0) queue->silent_ns = 0;  // nothing was under way
   Op ops[kMaxOps];
+  u64 begins[kMaxOps];  // when each was taken up; only while tracing
+  const bool tracing = ew::tracing();
   Send* send = new_send(qp->hca->wire);
   Added added = Added::kYes;
   const u64 room = std::min(max_bytes, kFrameBytes);
   while (head.num_ops < kMaxOps && queue->sent < qp->pi) {
     u32 syndrome = kSyndromeNone;
+    if (tracing && (queue->sent_bytes == 0 || qp->trace_begin_ns == 0)) qp->trace_begin_ns = monotonic_ns();
+    begins[head.num_ops] = qp->trace_begin_ns;
     added = add_entry(qp, send, &ops[head.num_ops], room - *moved, &syndrome, moved);
     if (added == Added::kWrong) queue->blocked = syndrome;
     if (added != Added::kYes) break;
@@ -165,6 +190,7 @@ Step wire_step(ew_qp* qp, u64 max_bytes, u64* moved) {
   }
   head.seq = queue->seq++;
   send_frame(qp->peer, send, head, ops);
+  if (tracing) trace_sent(qp, head, ops, begins);
   return Step::kProgress;
 }
 

@@ -195,9 +195,11 @@ function heatMap({servers, num_experts}) {
 function paintHeat() {
   const {grid, holders, layers, byLayer, num, live} = cells, canvas = $("heat");
   $("heat-note").textContent = layers ? `Rows ${live ? "per second" : "since the servers' start"} by ` +
-    `${byLayer ? "layer (down) and expert (across)" : "expert, over all layers"}; the strip below says who holds it.` : "";
+    `${byLayer ? "layer (down) and expert (across)" : "expert, over all layers"}; the strip below says who holds it.` :
+    num ? "No server has reported rows yet." : "No server yet: the rows of each expert will be here.";
   $("heat-legend").hidden = !layers || !num;
-  if (!layers || !num) { canvas.width = canvas.height = 0; $("ramp-most").textContent = ""; return; }
+  if (!layers || !num) { canvas.width = canvas.height = 0; $("ramp-most").textContent = "";
+    canvas.setAttribute("aria-label", "nothing yet"); return; }
   const style = getComputedStyle(document.documentElement), ratio = window.devicePixelRatio || 1;
   const ramp = style.getPropertyValue("--ramp").split(",").map(rgb);
   const label = 34, cell = Math.max(6, Math.min(52, Math.floor(($("heat-scroll").clientWidth - label) / num)));

@@ -14,10 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..hca.wqe import Wqe, syndrome_name
 from .align import part_offsets
 from .file import (
+    KIND_ACKNOWLEDGED,
     KIND_ARRIVED,
     KIND_DEVICE,
     KIND_EXECUTED,
@@ -99,7 +102,12 @@ def chrome_events(parts: Sequence[Part]) -> list[Event]:
         events += PartEvents(part, pid, offset - base, ways).build()
     events += flows(ways)
     names = [e for e in events if e["ph"] == "M"]
-    return names + sorted((e for e in events if e["ph"] != "M"), key=lambda e: e["ts"])
+    return names + sorted((e for e in events if e["ph"] != "M"), key=place)
+
+
+def place(event: Event) -> tuple[float, float]:
+    """What begins at the same time as what is inside of it comes first, arrows last."""
+    return event["ts"], -event.get("dur", 0.0)
 
 
 class PartEvents:
@@ -111,6 +119,7 @@ class PartEvents:
         self.tracks: dict[int, str] = {}
         self.queues: dict[tuple[int, int], int] = {}
         self.hcas: dict[int, int] = {}
+        self.executed: dict[tuple[int, int, int], Event] = {}
         self.posted: dict[tuple[int, int, int], tuple[str, str, str]] = {}  # -> message, peer, way
         self.stage: dict[tuple[int, str], Event] = {}  # the last slice of a thread's stage
         self.batch: dict[int, list[str]] = defaultdict(list)  # what a server's thread has taken
@@ -123,10 +132,11 @@ class PartEvents:
             KIND_REPLIED: self.on_replied, KIND_POSTED: self.on_posted,
             KIND_EXECUTED: self.on_executed, KIND_ARRIVED: self.on_arrived,
             KIND_TAKEN: self.on_taken, KIND_DEVICE: self.on_device,
+            KIND_ACKNOWLEDGED: self.on_acknowledged,
         }
         records = self.part.records
         # What the engine executes while a put is under way is written before the put is.
-        late = records["kind"] == KIND_EXECUTED
+        late = np.isin(records["kind"], (KIND_EXECUTED, KIND_ACKNOWLEDGED))
         for record in [*records[~late], *records[late]]:
             kind = int(record["kind"])
             if kind in handle:
@@ -171,7 +181,7 @@ class PartEvents:
             args["layer"] = int(record["layer"])
         if int(record["rows"]):
             args["rows"] = int(record["rows"])
-        if name in ("put", "pack", "wait", "combine"):
+        if name in ("send", "put", "pack", "wait", "combine"):
             args["seq"] = int(record["seq"])
         event = self.slice(record, name, "server" if server else "client", tid, args)
         self.stage[tid, name] = event
@@ -228,7 +238,7 @@ class PartEvents:
                 key = int(record["hca"]), int(record["qpn"]), int(record["idx"])
                 self.posted[key] = message, entry["to"], way
 
-    def on_executed(self, record: Any) -> None:
+    def on_executed(self, record: Any) -> Event:
         hca, qpn, idx = int(record["hca"]), int(record["qpn"]), int(record["idx"])
         tid = self.queues.setdefault((hca, qpn), QUEUE_TRACKS + len(self.queues))
         number = self.hcas.setdefault(hca, len(self.hcas))
@@ -244,6 +254,17 @@ class PartEvents:
         event = self.slice(record, args["opcode"], "hca", tid, args)
         if message:
             self.ways[message][way] = event  # the last one is the flag
+        self.executed[hca, qpn, idx] = event
+        return event
+
+    def on_acknowledged(self, record: Any) -> None:
+        """The peer's host has said what became of an entry that was sent to it."""
+        key = int(record["hca"]), int(record["qpn"]), int(record["idx"])
+        event = self.executed.pop(key, None) or self.on_executed(record)  # refused before sending
+        told = (int(record["end_ns"]) + self.offset_ns) / 1000
+        event["args"]["acknowledged_us"] = round(told - event["ts"], 3)
+        if int(record["syndrome"]):
+            event["args"]["error"] = syndrome_name(int(record["syndrome"]))
 
     def on_arrived(self, record: Any) -> None:
         key = int(record["hca"]), int(record["server"]), int(record["seq"])

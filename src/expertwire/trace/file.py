@@ -22,9 +22,9 @@ MAGIC = 0x3145434152545745
 HEADER_BYTES, FACTS_AT = 4096, 64
 WQE_BYTES = 64
 STAGES = ("other", "route", "pack", "put", "wait", "combine", "poll", "gather", "experts", "reply",
-          "moe")
+          "moe", "send")
 (KIND_STAGE, KIND_MESSAGE, KIND_POSTED, KIND_EXECUTED, KIND_ARRIVED, KIND_TAKEN, KIND_REPLIED,
- KIND_SPAN, KIND_DEVICE) = range(1, 10)
+ KIND_SPAN, KIND_DEVICE, KIND_ACKNOWLEDGED) = range(1, 11)
 
 
 class Record(ctypes.Structure):
@@ -52,11 +52,12 @@ RECORD_DTYPE = np.dtype([
 
 
 def pack_stage(
-    stage: int, begin_ns: int, end_ns: int, layer: int, client: int, server: int, rows: int
+    stage: int, begin_ns: int, end_ns: int, layer: int, client: int, server: int, rows: int,
+    seq: int,
 ) -> bytes:
     """A Record of kind KIND_STAGE."""
-    return _PACKED.pack(0, begin_ns, end_ns, KIND_STAGE, 0, stage, layer, client, server, 0, 0, 0,
-                        rows, 0, 0, 0, 0, b"")
+    return _PACKED.pack(0, begin_ns, end_ns, KIND_STAGE, 0, stage, layer, client, server, seq, 0,
+                        0, rows, 0, 0, 0, 0, b"")
 
 
 @dataclass(frozen=True)

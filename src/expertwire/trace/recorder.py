@@ -202,10 +202,11 @@ def span(name: str) -> Generator[None, None, None]:
 
 def stage(
     name: str, begin_ns: int, end_ns: int, *, layer: int = 0, client: int = 0, server: int = 0,
-    rows: int = 0,
+    rows: int = 0, seq: int = 0,
 ) -> None:
     """A stage that Python ran, while `active`. Times as perf_counter_ns: CLOCK_MONOTONIC."""
-    _add(pack_stage(STAGES.index(name), begin_ns, end_ns, layer, client, server, rows))
+    _add(pack_stage(STAGES.index(name), begin_ns, end_ns, layer, client, server, rows,
+                    seq))
 
 
 def add(record: Record) -> None:

@@ -3,6 +3,7 @@ of the median batch."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ PHASES = (
     ("combine", "combine", True),
 )
 SLICE_HAS = {"name", "cat", "ts", "dur", "pid", "tid", "args"}
+STEP = "moe"  # a call of Client.moe
 STEP_OF_SLICE = ("put", "poll", "experts", "reply", "combine")
 
 
@@ -53,9 +55,10 @@ def load_trace(path: str | Path) -> list[Event]:
 
 
 def summarise(events: Sequence[Event]) -> dict[str, Any]:
-    """{"seconds", "processes": {name: {stage: ...}}, "messages": {"count", "phases": ...}, "hca"}.
+    """{"seconds", "processes": {name: {stage: ...}}, "steps", "messages", "hca"}.
 
-    Times in us; a stage's share is of the whole trace's time.
+    Times in us; a stage's share is of the whole trace's time, in `steps` (see `step_stages`) and
+    `messages` ({"count", "total", "phases"}) of theirs.
     """
     slices = [e for e in events if e["ph"] == "X"]
     if not slices:
@@ -79,6 +82,7 @@ def summarise(events: Sequence[Event]) -> dict[str, Any]:
                                 for stage, durations in sorted(found.items(),
                                                                key=lambda item: -sum(item[1]))}
                       for process, found in stages.items()},
+        "steps": step_stages(slices),
         "messages": message_phases(slices),
         "hca": {process: {k: round(v, 1) for k, v in found.items()}
                 for process, found in queues.items()},
@@ -108,6 +112,68 @@ def ways(slices: Sequence[Event]) -> dict[str, dict[str, Event]]:
         if e["cat"] == "hca" and "message" in e["args"]:
             found[e["args"]["message"]]["hca " + e["args"]["of"]] = e  # the last is the flag
     return found
+
+
+def step_stages(slices: Sequence[Event]) -> dict[str, Any]:
+    """{"count", "total", "stages"}: the calls of `Client.moe` in which something was sent.
+
+    Of a stage counts what no stage inside of it accounts for, so that the stages of a call add up
+    to it: `send` is around route, pack and put, and what is left of the call itself is between
+    stages.
+    """
+    threads: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for e in slices:
+        if e["cat"] == "client":
+            threads[e["pid"], e["tid"]].append(e)
+    stages: dict[str, list[float]] = defaultdict(list)
+    totals: list[float] = []
+    for found in threads.values():
+        found.sort(key=lambda e: (e["ts"], -e["dur"]))
+        for i, step in enumerate(found):
+            if step["name"] != STEP:
+                continue
+            end = step["ts"] + step["dur"]
+            inside = list(itertools.takewhile(lambda e, end=end: e["ts"] < end, found[i:]))
+            own: dict[str, float] = defaultdict(float)
+            for e in innermost(inside):
+                own[e["name"]] += e["dur"]
+            if own.keys() == {NOTHING}:
+                continue  # no row, or the call failed at once
+            totals.append(step["dur"])
+            for name, us in own.items():
+                stages[name].append(us)
+    whole = sum(totals)
+    return {"count": len(totals), **({"total": numbers(totals, whole)} if totals else {}),
+            "stages": {name: numbers(found, whole) for name, found in
+                       sorted(stages.items(), key=lambda item: -sum(item[1]))}}
+
+
+def innermost(nested: Sequence[Event]) -> list[Event]:
+    """Which slice of a thread is the innermost one, piece by piece; a call's own are NOTHING.
+
+    nested: by beginning, each in or after the ones before it.
+    """
+    pieces: list[Event] = []
+    around: list[Event] = []
+    at = 0.0
+
+    def until(end: float) -> None:
+        nonlocal at
+        if around and end > at:
+            name = NOTHING if around[-1]["name"] == STEP else around[-1]["name"]
+            pieces.append({"cat": "client", "name": name, "ts": at, "dur": end - at})
+        at = max(at, end)
+
+    for e in nested:
+        while around and around[-1]["ts"] + around[-1]["dur"] <= e["ts"]:
+            until(around[-1]["ts"] + around[-1]["dur"])
+            around.pop()
+        until(e["ts"])
+        around.append(e)
+    while around:
+        until(around[-1]["ts"] + around[-1]["dur"])
+        around.pop()
+    return pieces
 
 
 def message_phases(slices: Sequence[Event]) -> dict[str, Any]:
@@ -147,6 +213,11 @@ def lines(summary: dict[str, Any]) -> list[str]:
         if queue:
             out.append(f"  {int(queue['entries'])} work-queue entries, "
                        f"{queue['bytes'] / 1e6:.2f} MB, {int(queue['errors'])} errors")
+    if steps := summary["steps"]["stages"]:
+        out += ["", f"{'a step, by the stage it is in':<34}{'count':>8}{'total ms':>11}"
+                    f"{'p50 us':>10}{'p99 us':>10}{'of it':>8}"]
+        out += [row(name, found) for name, found in steps.items()]
+        out.append(row("all of it", summary["steps"]["total"]))
     messages = summary["messages"]
     out += ["", f"{'a message, put to combine':<34}{'count':>8}{'total ms':>11}{'p50 us':>10}"
                 f"{'p99 us':>10}{'of it':>8}"]
@@ -179,26 +250,15 @@ def draw_median(events: Sequence[Event], path: str | Path) -> dict[str, Any] | N
     batches.sort(key=lambda batch: batch[0])
     _, combine, put = batches[len(batches) // 2]
     thread = [e for e in slices if (e["pid"], e["tid"]) == (put["pid"], put["tid"])]
-    route = max((e for e in thread if e["name"] == "route" and e["ts"] <= put["ts"]),
-                key=lambda e: e["ts"], default=put)
-    begin, end = route["ts"], combine["ts"] + combine["dur"]
+    send = max((e for e in thread if e["name"] == "send" and e["ts"] <= put["ts"]),
+               key=lambda e: e["ts"], default=put)
+    begin, end = send["ts"], combine["ts"] + combine["dur"]
     spans, arrows = picture(slices, by_message, events, combine["args"]["messages"], begin, end,
                             (put["pid"], put["tid"]))
     layer = combine["args"]["layer"]
     draw_step(path, spans, f"The median batch of the trace: layer {layer}, {end - begin:.0f} us",
               arrows)
     return {"path": str(Path(path).absolute()), "us": round(end - begin, 1), "layer": layer}
-
-
-def gaps(stages: Sequence[Event], end: float) -> list[Event]:
-    """What lies between the stages: the interpreter, or nobody's turn on a busy machine."""
-    found = []
-    for event, after in zip(stages, [*(e["ts"] for e in stages[1:]), end], strict=True):
-        begin = event["ts"] + event["dur"]
-        if after > begin:
-            found.append({"cat": "client", "name": NOTHING, "ts": begin,
-                          "dur": after - begin})
-    return found
 
 
 def picture(
@@ -208,9 +268,10 @@ def picture(
     """Lanes: the client and its HCA, then each server of the batch and its HCA."""
     names = process_names(events)
     own: list[Event] = [e for e in slices if (e["pid"], e["tid"]) == client
-                        and e["cat"] == "client" and e["name"] != "moe"]
-    inside = sorted((e for e in own if begin <= e["ts"] < end), key=lambda e: e["ts"])
-    lanes: dict[str, list[Event]] = {"client": inside + gaps(inside, end), "client's HCA": []}
+                        and e["cat"] == "client" and begin <= e["ts"] < end]
+    own.append({"name": STEP, "ts": begin, "dur": end - begin})  # what is between stages is drawn
+    own.sort(key=lambda e: (e["ts"], -e["dur"]))
+    lanes: dict[str, list[Event]] = {"client": innermost(own), "client's HCA": []}
     arrows: list[tuple[str, float, str, float]] = []
     for message in messages:
         way = by_message[message]
