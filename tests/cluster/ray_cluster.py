@@ -19,9 +19,10 @@ from expertwire.generate import generate, load_tokenizer
 
 PROMPT = "def read_lines(path):\n"
 NUM_TOKENS = 24
-DETECT = {  # how soon Ray takes a silent node for dead; its defaults are half a minute
+SETTINGS = {  # how soon Ray takes a silent node for dead; its defaults are half a minute
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000, "health_check_failure_threshold": 5,
+    "worker_niceness": 0,  # by default 15: on a busy machine servers then take minutes to start
 }
 
 
@@ -38,7 +39,7 @@ def ray_nodes(num_workers: int, num_cpus: int) -> Iterator:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={
-        "num_cpus": 0, "include_dashboard": False, "_system_config": DETECT})
+        "num_cpus": 0, "include_dashboard": False, "_system_config": SETTINGS})
     try:
         for _ in range(num_workers):
             cluster.add_node(num_cpus=num_cpus)

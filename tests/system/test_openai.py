@@ -24,9 +24,9 @@ openai = pytest.importorskip("openai", reason="needs the serving extra")
 pytest.importorskip("fastapi", reason="needs the serving extra")
 
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass "]
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 NUM_TOKENS = 20
-STOP_LIMIT = 10.0  # under 5 s where tests do not share two cores; 2.2 s of it are waits of ours
+STOP_LIMIT = 30.0  # under 5 s where tests do not share two cores; the answer would take minutes
 LONG_ANSWER = '{"do_sample": false, "eos_token_id": null, "max_new_tokens": 8000}'
 
 
@@ -133,7 +133,7 @@ def test_chat_with_continuous_batching(local_texts):
         log = stack.api.lines
         assert any("no reachable server holds expert" in line for line in log)
         num_lines = len(log)
-        assert stack.api.stop(20) == 143, log[-5:]
+        assert stack.api.stop(60) == 143, log[-5:]
         assert not any("Traceback" in line for line in log[num_lines:]), log[num_lines:]
 
 
@@ -143,7 +143,7 @@ def test_chat_without_continuous_batching(local_texts):
         with ThreadPoolExecutor(2) as pool:
             assert [text for text, _ in pool.map(stack.stream, PROMPTS)] == local_texts
         stack.api.process.send_signal(signal.SIGINT)
-        assert stack.api.process.wait(20) == 130
+        assert stack.api.process.wait(60) == 130
 
 
 @pytest.mark.parametrize(("number", "code", "options"), [
@@ -160,7 +160,7 @@ def test_ends_in_time_in_the_middle_of_an_answer(number, code, options):
         next(iter(stream))
         begin = time.monotonic()
         stack.api.process.send_signal(number)
-        assert stack.api.process.wait(20) == code, stack.api.lines[-10:]
+        assert stack.api.process.wait(60) == code, stack.api.lines[-10:]
         assert time.monotonic() - begin < STOP_LIMIT
         assert not any("Traceback" in line for line in stack.api.lines), stack.api.lines
         stream.close()

@@ -232,6 +232,19 @@ def test_waiter_sleeps_until_the_flag(pair):
         here.wait_done()
 
 
+def test_waiter_does_not_spin_again_where_spinning_did_not_pay(pair):
+    _, there = pair
+
+    def wait(milliseconds: int) -> float:
+        before = time.thread_time()
+        assert there.hca.wait([there.memory.addr], [0], spin_ns=250_000_000,
+                              timeout_ns=milliseconds * 1_000_000) is None
+        return time.thread_time() - before
+
+    wait(300)  # longer than it may spin
+    assert wait(240) < 0.02
+
+
 def test_atomics_of_two_requesters_add_up(pair):
     here, there = pair
     third = End()

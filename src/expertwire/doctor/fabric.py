@@ -46,7 +46,9 @@ def _opens(name: str, why_not: str) -> Finding:
     """Whether this release could open the HCA here."""
     kind, called = name.split(":")[0], f"open_hca({name!r})"
     if why_not:
-        return Finding(kind, called, "fail", why_not, "use the soft HCA, on one host")
+        fix = ("docs/mlx5.md, \"When something is missing\"; until then soft on one host, or ucx"
+               if kind == "mlx5" else "use the soft HCA, on one host")
+        return Finding(kind, called, "fail", why_not, fix)
     return Finding(kind, called, "ok", "opened and closed")
 
 
@@ -78,7 +80,8 @@ def _no_device(roots: Roots, others: list[str]) -> Finding:
     pci = roots.sys / "bus/pci/devices"
     cards = [p.name for p in pci.glob("*") if roots.read(p / "vendor") == "0x15b3"]
     if not cards:
-        return Finding("mlx5", "adapter", "absent", "no RDMA device, and no ConnectX on the bus")
+        return Finding("mlx5", "adapter", "absent", "no RDMA device, and no ConnectX on the bus",
+                       "needs a ConnectX-5 or newer in this machine; ucx works over any network")
     if roots.in_container:
         return Finding("mlx5", "adapter", "fail", f"a ConnectX ({cards[0]}) without an RDMA device "
                        "in this container", CONTAINER_FLAGS)

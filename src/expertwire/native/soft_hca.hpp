@@ -218,6 +218,7 @@ struct ew_hca {
   ew_fault_plan faults = {};
   u64 fault_state = 0;  // of the random numbers
   Wire* wire = nullptr;
+  bool spin_paid = true;  // of a wire: the last wait was shorter than the spinning before a sleep
 
   std::thread thread;
   std::atomic<u32> stop{0};

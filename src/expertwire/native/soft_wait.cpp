@@ -178,16 +178,25 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
   u64 now = start, spin_start = start;
   Spin spin(start);
   const Waiter waiter(hca);
-  for (;;) {
+  // Over a network spinning is system calls, and where there are more threads than cores one that span
+  // is not scheduled as soon as its message comes. So it has to have paid the last time.
+  const u64 longest_spin_ns = hca->wire && !hca->spin_paid ? 0 : spin_ns;
+  for (bool waited = false;; waited = true) {
     const int changed = first_changed(words, seen, num_words);
-    if (changed >= 0) return changed;
+    if (changed >= 0) {
+      if (waited) hca->spin_paid = monotonic_ns() - start < spin_ns;
+      return changed;
+    }
     if (hca->interrupted.exchange(0, std::memory_order_seq_cst)) return -EINTR;
-    if (now - start >= timeout_ns) return -ETIMEDOUT;
+    if (now - start >= timeout_ns) {
+      hca->spin_paid = now - start < spin_ns;
+      return -ETIMEDOUT;
+    }
     const int executed = ew_hca_poll(hca, 64);
     now = monotonic_ns();
     // Busy, and no thread but this one executes what is posted: do not sleep on it.
     const bool must_retry = executed == -EBUSY && !hca->thread.joinable();
-    if (executed > 0 || must_retry || now - spin_start < spin_ns) {
+    if (executed > 0 || must_retry || now - spin_start < longest_spin_ns) {
       if (executed <= 0) spin.relax(now);
       continue;
     }
