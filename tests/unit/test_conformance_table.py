@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conformance.table import BEGIN, CHECKS, END, table, named_tests
+from tests.conformance.table import BEGIN, CHECKS, END, named_tests, table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/hca.md"
 
