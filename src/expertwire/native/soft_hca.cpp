@@ -147,9 +147,12 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
   u32 done = hca->wire ? wire_progress(hca) : 0;
   bool stalled = false;
   const size_t num_qps = hca->qps.size();
+  const size_t first = hca->next_qp < num_qps ? hca->next_qp : 0;  // no division: a spinning thread looks often
+  size_t next = first;
   // Always one queue; the others only while no other call waits for the lock.
   for (size_t i = 0; i < num_qps && done < max_wqes && !(i > 0 && hca->lock.contended()); ++i) {
-    ew_qp* qp = hca->qps[(hca->next_qp + i) % num_qps];
+    ew_qp* qp = hca->qps[next];
+    if (++next == num_qps) next = 0;
     done += run_queue(qp, std::min(kWqesPerTurn, max_wqes - done), &stalled);
     if (qp->peer && qp->peer->touched) {
       qp->peer->touched = false;
@@ -157,7 +160,7 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
     }
   }
   hca->held_up.store(stalled, std::memory_order_relaxed);
-  if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
+  hca->next_qp = first + 1;
   if (hca->num_watched) done += take_immediates(hca);
   if (hca->wire && done == 0) wire_idle(hca);
   if (hca->completed) {
