@@ -101,12 +101,16 @@ MUTATIONS = [
         "  block_sync();  // the block's stores come before its arrival\n", "", "grids",
     ),
     Mutation(
-        "experts are looked through before all servers were waited for", FAILOVER,
-        "  fence(Scope::kSystem);\n  block_sync();\n  if (num_silent == 0) return;",
-        "  fence(Scope::kSystem);\n  if (num_silent == 0) return;", "failover",
+        "a late reply is not waited for", FAILOVER, "    if (is_last_look) return false;\n",
+        "    return false;\n", "failover",
     ),
     Mutation(
-        "whoever answers is lost too", FAILOVER, "!= kNotLost;\n", "!= kNotLost || true;\n",
+        "a lost server keeps its experts", FAILOVER,
+        "Scope::kSystem) == kNotLost) servers[kept++]",
+        "Scope::kSystem) <= kSilent) servers[kept++]", "failover",
+    ),
+    Mutation(
+        "sent again although all have answered", FAILOVER, "  if (num_silent == 0) return;\n", "",
         "failover",
     ),
 ]
