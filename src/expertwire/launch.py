@@ -57,20 +57,22 @@ class Launch:
     """A prepared sequence of kernels whose argument structures the caller keeps and refills.
 
     steps: (kernel name, arguments) pairs. The arguments are referenced, not copied.
+    grid: blocks, of all steps or of each.
     """
 
     def __init__(
-        self, steps: Sequence[tuple[str, ctypes.Structure]], *, grid: int = 1, warps: int = 1,
-        warp_size: int | None = None,
+        self, steps: Sequence[tuple[str, ctypes.Structure]], *, grid: int | Sequence[int] = 1,
+        warps: int = 1, warp_size: int | None = None,
     ):
+        grids = [grid] * len(steps) if isinstance(grid, int) else grid
         size = warp_size or cpu_warp_size()
         self._args = [args for _, args in steps]
         self._steps = (Step * len(steps))()
-        for step, (name, args) in zip(self._steps, steps, strict=True):
+        for step, (name, args), blocks in zip(self._steps, steps, grids, strict=True):
             step.kernel = find_kernel(name)
             step.args = ctypes.addressof(args)
             step.args_bytes = ctypes.sizeof(args)
-            step.grid_dim, step.block_dim, step.warp_size = grid, warps * size, size
+            step.grid_dim, step.block_dim, step.warp_size = blocks, warps * size, size
         self._count = len(steps)
         self.address = ctypes.addressof(self._steps)  # of the native ew_step array
         self._run = declare(

@@ -73,6 +73,11 @@ class Rig:
             qp.connect(self.peer, 0x77)
         return qp
 
+    def start_at(self, index: int) -> None:
+        """The main queue pair, not used yet, goes on from this index."""
+        self.qp.start_at(index)
+        self.next_idx = index
+
     def close(self) -> None:
         for qp in self.qps:
             qp.destroy()
@@ -279,6 +284,11 @@ class DeviceRig(Rig):
                 key_be=socket.htonl(key),
             ) for at in begins
         ])
+
+    def start_at(self, index: int) -> None:
+        super().start_at(index)
+        state = self.states[0]
+        state.resv_head = state.ready_head = state.prod_idx = state.cons_idx = index
 
     def close(self) -> None:
         super().close()

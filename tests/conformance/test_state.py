@@ -18,18 +18,35 @@ from tests.conformance.rig import COLLAPSED, FLUSHED, NOP, PEER_LOST, REMOTE_ACC
 from tests.queue_pair import PUT_ALWAYS_POST, QUIET
 
 
-@pytest.mark.parametrize("state", [STATE_RESET, STATE_INIT, STATE_RTR])
-def test_39_nothing_is_sent_before_rts(state):
+@pytest.mark.parametrize("mode", ["record", "register"])
+@pytest.mark.parametrize("state", [STATE_RESET, STATE_INIT])
+def test_39_doorbells_in_reset_and_init_are_ignored(state, mode):
+    """The entry stays in the ring: only a later doorbell can announce it."""
     with Rig() as rig:
         rig.qp.modify(STATE_RESET)
         for step in range(STATE_INIT, state + 1):
             rig.qp.modify(step)
+        rig.post(rig.inline(0, b"early"), ring=False)
+        (rig.set_record if mode == "record" else rig.set_register)(1)
+        for step in range(state + 1, STATE_RTS + 1):
+            assert rig.run() == 0 and rig.qp.indices() == (0, 0)
+            rig.qp.modify(step)
+        assert rig.run() == 0 and rig.qp.indices() == (0, 0)
+        assert rig.at_remote(0, 5) == b"\0" * 5 and rig.raw_cqe() == b"\xff" * 64
+        rig.do(rig.inline(8, b"later"))
+        assert rig.at_remote(0, 13) == b"early\0\0\0later" and rig.qp.indices() == (2, 2)
+
+
+def test_39_nothing_is_sent_in_rtr_but_kept():
+    with Rig() as rig:
+        rig.qp.modify(STATE_RESET)
+        rig.qp.modify(STATE_INIT)
+        rig.qp.modify(STATE_RTR)
         rig.post(rig.inline(0, b"early"))
         assert rig.run() == 0 and rig.qp.indices() == (0, 0)
         assert rig.at_remote(0, 5) == b"\0" * 5 and rig.raw_cqe() == b"\xff" * 64
-        for step in range(state + 1, STATE_RTS + 1):
-            rig.qp.modify(step)
-        rig.run()  # the record is a level, not an event: our choice is to send then
+        rig.qp.modify(STATE_RTS)
+        rig.run()
         assert rig.at_remote(0, 5) == b"early"
 
 

@@ -22,6 +22,7 @@ from expertwire.device_structs import (
 from expertwire.launch import Launch, hca_array
 from tests.conformance.rig import DeviceRig
 from tests.queue_pair import ADD8, AWAIT, COPY, FILL, GET, PUT, PUT_ALWAYS_POST, QUIET
+from tests.schedules import rounds
 from tests.schedules.watch import Watch, advance
 
 TIMEOUT_NS = 20_000_000  # of the virtual clock
@@ -203,4 +204,4 @@ def message_direct(seed: int) -> None:
 SCENARIOS = {
     f.__name__: f
     for f in (shared_queue, full_ring, read_back, errors, message, message_direct)
-}
+} | rounds.SCENARIOS

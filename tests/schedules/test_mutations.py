@@ -5,8 +5,10 @@ Every mutation is a textual patch on a copy of device/, built into a library of 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,11 @@ import pytest
 
 import expertwire
 from tests.schedules.mutations import MUTATIONS
+from tests.schedules.mutations_rounds import MUTATIONS as ROUNDS
 from tests.schedules.replay import command
 
 PACKAGE = Path(expertwire.__file__).parent
+MUTATIONS = [*MUTATIONS, *ROUNDS]
 ROOT = Path(__file__).parents[2]
 FLAGS = [
     "-std=c++20", "-O1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off",
@@ -38,15 +42,16 @@ def run(*arguments, **options) -> subprocess.CompletedProcess:
     )
 
 
-def compile_to(target: Path, source: Path, device: Path) -> None:
+def compile_to(target: Path, source: Path, device: Path, *more: str) -> None:
     includes = [f"-I{device}", f"-I{PACKAGE / 'native'}"]
-    done = run(COMPILER, *FLAGS, *includes, "-c", source, "-o", target)
+    done = run(COMPILER, *FLAGS, *more, *includes, "-c", source, "-o", target)
     assert done.returncode == 0, done.stderr
 
 
 def build(folder: Path, device: Path, objects: list[Path]) -> Path:
     """kernels.cpp over `device`, linked with everything else as it is."""
-    compile_to(folder / "kernels.o", PACKAGE / "native/kernels.cpp", device)
+    # Not optimised: the seeds take less time than the optimiser.
+    compile_to(folder / "kernels.o", PACKAGE / "native/kernels.cpp", device, "-O0")
     library = folder / "libexpertwire.so"
     done = run(COMPILER, "-shared", "-pthread", *objects, folder / "kernels.o", "-o", library)
     assert done.returncode == 0, done.stderr
@@ -66,36 +71,65 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return targets
 
 
-def replay(library: Path, scenario: str, seeds: int) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(PACKAGE.parent), str(ROOT)])
-    environment = {**os.environ, "EXPERTWIRE_LIBRARY": str(library), "PYTHONPATH": path}
-    return run(sys.executable, "-m", "tests.schedules.replay", scenario, 0, seeds, cwd=ROOT,
-               env=environment)
+class Replay:
+    """python -m tests.schedules.replay --serve"""
+
+    def __init__(self, folder: Path):
+        self.output = folder / "replay.txt"
+        path = os.pathsep.join([str(PACKAGE.parent), str(ROOT)])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.schedules.replay", "--serve"], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def run(self, library: Path, scenario: str, seeds: int) -> tuple[int, str]:
+        """Exit status, negative for a signal, and what it printed."""
+        assert self.process.stdin and self.process.stdout
+        line = json.dumps([str(library), scenario, seeds, str(self.output)])
+        print(line, file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer, f"the replaying process ended with status {self.process.wait(10)}"
+        return int(answer), self.output.read_text()
+
+    def close(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
 
 
-def test_without_a_bug_no_seed_fails(objects, tmp_path):
+@pytest.fixture(scope="session")
+def replay(tmp_path_factory: pytest.TempPathFactory):
+    server = Replay(tmp_path_factory.mktemp("replay"))
+    yield server
+    server.close()
+
+
+def test_without_a_bug_no_seed_fails(objects, replay, tmp_path):
     """The same build and the same seeds, nothing planted."""
     library = build(tmp_path, PACKAGE / "device", objects)
     for scenario in sorted({m.scenario for m in MUTATIONS}):
         seeds = max(m.seeds for m in MUTATIONS if m.scenario == scenario)
-        done = replay(library, scenario, seeds)
-        assert done.returncode == 0, done.stdout[-500:] + done.stderr[-500:]
+        status, text = replay.run(library, scenario, seeds)
+        assert status == 0, text[-1000:]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
-def test_planted_bug_is_noticed(mutation, objects, tmp_path):
+def test_planted_bug_is_noticed(mutation, objects, replay, tmp_path):
     device = tmp_path / "device"
     shutil.copytree(PACKAGE / "device", device)
     text = (device / mutation.file).read_text()
     assert text.count(mutation.old) == 1, "this mutation no longer applies: adapt its text"
     (device / mutation.file).write_text(text.replace(mutation.old, mutation.new))
-    done = replay(build(tmp_path, device, objects), mutation.scenario, mutation.seeds)
-    last = (done.stdout.strip().splitlines() or ["nothing ran"])[-1]
+    status, text = replay.run(build(tmp_path, device, objects), mutation.scenario, mutation.seeds)
+    last = (text.strip().splitlines() or ["nothing ran"])[-1]
     # Status 1 and the seed: a promise was broken. A signal during a seed: the device code crashed
-    # or broke a contract. Anything else (a library that does not load, say) is no proof.
-    noticed = done.returncode == 1 and last.startswith("failed: seed")
-    assert noticed or (done.returncode < 0 and last.startswith("seed")), (
+    # or broke a contract. Anything else (a library that does not load, say) is no proof, nor is a
+    # run that did not come to an end.
+    noticed = status == 1 and last.startswith("failed: seed")
+    crashed = status < 0 and status != -signal.SIGALRM and "seed" in text
+    assert noticed or crashed, (
         f"{mutation.seeds} seeds did not notice; {command(mutation.scenario, 0)} {mutation.seeds} "
-        f"ended with {done.returncode}: {done.stderr[-500:]}"
+        f"ended with {status}: {text[-500:]}"
     )
-    print(f"{mutation.name}: {last} (status {done.returncode})")
+    print(f"{mutation.name}: {last} (status {status})")

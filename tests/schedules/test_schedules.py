@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.schedules import pairs, scenarios
 from tests.schedules.replay import command
 from tests.schedules.scenarios import SCENARIOS
 
@@ -28,11 +29,9 @@ def test_every_interleaving_keeps_its_promises(scenario, first_seed, request):
             pytest.fail(f"{type(err).__name__}: {err}\nreplay: {command(scenario, seed)}")
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", ["shared_queue", "full_ring", "errors", "rounds"])
 def test_a_seed_is_one_interleaving(scenario, monkeypatch):
-    """The same seed makes the engine see the same entries in the same order."""
-    from tests.schedules import scenarios
-
+    """The same seed makes the engines see the same entries in the same order."""
     traces = []
 
     class Recorder(scenarios.Watch):
@@ -40,8 +39,14 @@ def test_a_seed_is_one_interleaving(scenario, monkeypatch):
             traces[-1].append((qpn, idx, num_bytes, self.rig.states[0].prod_idx))
             return super()._on_entry(_context, qpn, idx, wqe, num_bytes)
 
+    class RecordingHca(pairs.SoftHca):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.set_hook(lambda _, *entry: traces[-1].append((self.pd, *entry[:2])) or 0)
+
     monkeypatch.setattr(scenarios, "Watch", Recorder)
+    monkeypatch.setattr(pairs, "SoftHca", RecordingHca)
     for _ in range(2):
         traces.append([])
         SCENARIOS[scenario](5)
-    assert traces[0] == traces[1]
+    assert traces[0] == traces[1] and traces[0]

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tests.control_peers import (
@@ -301,3 +302,30 @@ def test_close_ends_pending_handshakes_and_unaccepted_connections():
     assert closed_by_peer(stalled)
     stalled.close()
     waiting.close()
+
+
+def test_64_servers_and_64_clients_on_one_host():
+    """Names never meet, whoever else listens; no file is made that could be stale or another's."""
+    listeners = [UnixListener(TOKEN, handshake_seconds=20) for _ in range(64)]
+    addresses = {listening.address for listening in listeners}
+    assert len(addresses) == 64
+    for address in addresses:
+        assert not Path(address.removeprefix("unix:").lstrip("@\0")).exists()
+    errors = []
+
+    def connect(address):
+        try:
+            connect_unix(address, TOKEN, 20).close()
+        except ExpertwireError as err:
+            errors.append(err)
+
+    threads = [threading.Thread(target=connect, args=(a,)) for a in addresses]
+    for thread in threads:
+        thread.start()
+    for listening in listeners:
+        listening.accept(20).close()
+    for thread in threads:
+        thread.join()
+    for listening in listeners:
+        listening.close()
+    assert not errors, errors[0]

@@ -51,6 +51,14 @@ def test_closing_is_refused_while_something_is_open_and_works_afterwards():
     rig.here.close()
 
 
+def test_only_a_fresh_queue_starts_elsewhere():
+    with Rig() as rig:
+        rig.do(rig.write())
+        with pytest.raises(HcaError, match="cannot start at 4294967296: it was used"):
+            rig.qp.start_at(1 << 32)
+        assert rig.qp.indices() == (1, 1)
+
+
 def test_a_peer_keeps_its_hca_open():
     rig = Rig()
     rig.qp.destroy()

@@ -38,8 +38,8 @@ EW_DEVICE void pack_row_facts(const ClientPackArgs& args, u32 s, u32 row, u32 to
     const u64 i = token * args.ids_stride + k;
     const i64 id = args.id_bytes == 8 ? at<const i64>(args.topk_ids)[i] : at<const i32>(args.topk_ids)[i];
     const bool here = is_here(k, id);
-    active[k] = here ? static_cast<i32>(id) : -1;
-    weights[k] = here ? at<const float>(args.topk_weights)[token * args.weights_stride + k] : 0.0f;
+    store_plain(&active[k], here ? static_cast<i32>(id) : -1);
+    store_plain(&weights[k], here ? at<const float>(args.topk_weights)[token * args.weights_stride + k] : 0.0f);
   }
   const u64 scale_bytes = scales_per_row(shape) * 4;
   if (scale_bytes)
@@ -78,7 +78,7 @@ EW_DEVICE void pack_head(const ClientPackArgs& args, u32 s, u32 num_rows, const 
   head.active_bytes = layout.active_bytes, head.payload_bytes = layout.payload_bytes;
   head.padding_bytes = layout.padding_bytes;
   head.head_checksum = head_checksum(&head, sizeof(head) - 8);
-  *at<BufferHead>(server.send_addr) = head;
+  store_plain(at<BufferHead>(server.send_addr), head);
   if (server.in_place) return;  // the flag goes last, by the put
   u64* flag = at<u64>(slot_flag(server.send_addr, server.request_slot_bytes));
   flag[0] = shape.seq, flag[1] = 0;

@@ -50,11 +50,13 @@ EW_DEVICE bool run_operation(const IbgdaRunArgs& args, const IbgdaOperation& o, 
       warp_sync();
       return true;
     case kRunAwait: {
-      const u64 deadline = clock_ns() + peer->timeout_ns;
+      u64 deadline = 0;
       u32 ok = 1;
       while (lane_id() == 0 && ok && load_acquire(at<const u64>(o.local_addr), Scope::kSystem) != o.value) {
-        ok = clock_ns() < deadline;
-        spin_pause();
+        spin_pause();  // first of all: on a CPU it is what executes what was posted
+        const u64 now = clock_ns();
+        if (deadline == 0) deadline = now + peer->timeout_ns;
+        ok = now < deadline;
       }
       if (!ok) report(status, kTimeout, kStagePoll, args.peer_idx, o.value, 0);
       return warp_shuffle(ok, 0);

@@ -173,7 +173,7 @@ EW_DEVICE bool ibgda_post_send(const IbgdaPeer* peer, IbgdaQp* qp, u64 next_wqe_
 // Returns false with kNoResource or the completion error in status; nothing is reserved then.
 EW_DEVICE bool ibgda_reserve_wqe_slots(const IbgdaPeer* peer, IbgdaQp* qp, u32 num_wqes, u64* base_idx,
                                        KernelStatus* status, u32 peer_idx) {
-  const u64 deadline = clock_ns() + peer->timeout_ns;
+  u64 deadline = 0;  // the clock is read only by who has to wait
   for (;;) {
     if (ibgda_failed(qp, status, kStageReserve, peer_idx)) return false;
     const u64 head = load_relaxed(&qp->resv_head, qp_scope(qp));
@@ -188,7 +188,9 @@ EW_DEVICE bool ibgda_reserve_wqe_slots(const IbgdaPeer* peer, IbgdaQp* qp, u32 n
     if (head + num_wqes - ibgda_poll_cq(qp) <= qp->num_wqe) continue;
     // Puts that did not ring yet (batching rule) hold slots: let them go.
     ibgda_post_send(peer, qp, load_relaxed(&qp->ready_head, qp_scope(qp)));
-    if (clock_ns() > deadline) {
+    const u64 now = clock_ns();
+    if (deadline == 0) deadline = now + peer->timeout_ns;
+    if (now > deadline) {
       report(status, kNoResource, kStageReserve, peer_idx, head + num_wqes, done);
       return false;
     }

@@ -79,7 +79,7 @@ EW_DEVICE void write_reply_head(const ServerReplyArgs& args, const ServerMessage
   head.reply_type = message.head.reply_type, head.queue_us = static_cast<u32>(message.queue_ns / 1000);
   head.experts_us = args.experts_us, head.epoch = args.epoch;
   head.head_checksum = head_checksum(&head, sizeof(head) - 8);
-  *at<ReplyHead>(reply_head(slot.reply_addr, slot.reply_slot_bytes)) = head;
+  store_plain(at<ReplyHead>(reply_head(slot.reply_addr, slot.reply_slot_bytes)), head);
   if (slot.in_place) return;  // the flag goes last, by the put
   u64* flag = at<u64>(slot_flag(slot.reply_addr, slot.reply_slot_bytes));
   flag[0] = message.head.seq, flag[1] = 0;

@@ -9,6 +9,7 @@
 //   collectives   warp_sync() block_sync() warp_shuffle(v, lane) warp_ballot(p)
 //                 warp_exclusive_sum(v, &total): all lanes of a warp (block) must take part
 //   memory        load_relaxed load_acquire store_relaxed store_release store_vec16
+//                 store_plain: an assignment, for what another block or machine reads after a flag
 //                 fence(scope): of everything; fence_acq_rel(scope): cheaper, all that a flag needs
 //                 atomic_add atomic_cas atomic_max atomic_exchange atomic_cas_system
 //                 with Scope::kGpu (rings in GPU memory) or Scope::kSystem (host memory, peers)

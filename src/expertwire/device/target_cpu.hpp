@@ -142,7 +142,14 @@ struct HeldBytes {
 EW_DEVICE HeldBytes hold_bytes(const u8* src, u64 num_bytes) { return {src, num_bytes}; }
 EW_DEVICE void put_held(u8* dst, const HeldBytes& held) { warp_copy(dst, held.src, held.num_bytes); }
 EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
-  if (lane_id() == 0 && num_bytes) memset(dst, 0, num_bytes);
+  if (lane_id() != 0 || num_bytes == 0) return;
+  if (ew::seeded()) return ew::seeded_zero(dst, num_bytes);
+  memset(dst, 0, num_bytes);
+}
+template <typename T>
+EW_DEVICE void store_plain(T* p, const T& v) {
+  if (ew::seeded()) return ew::seeded_copy(p, &v, sizeof(T));
+  *p = v;
 }
 
 EW_DEVICE u32 float_bits(float v) { return __builtin_bit_cast(u32, v); }
@@ -167,8 +174,10 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
     if (const void* row = row_at(j, &weight)) ++num_terms, only = row, only_weight = weight;
   }
   if (num_terms == 1 && only_weight == 1.0f && dst_type == src_type) {
-    const u64 size = src_type == kFloat32 ? 4 : 2;
-    memcpy(static_cast<u8*>(dst) + first * size, static_cast<const u8*>(only) + first * size, (end - first) * size);
+    const u64 size = src_type == kFloat32 ? 4 : 2, num_bytes = (end - first) * size;
+    const u8* from = static_cast<const u8*>(only) + first * size;
+    if (ew::seeded()) return ew::seeded_copy(static_cast<u8*>(dst) + first * size, from, num_bytes);
+    memcpy(static_cast<u8*>(dst) + first * size, from, num_bytes);
     return;
   }
   constexpr u64 kPiece = 1024;
@@ -184,6 +193,13 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
       is_first = false;
     }
     if (is_first) memset(sum, 0, count * sizeof(float));
+    if (ew::seeded()) {
+      u8 bytes[kPiece * sizeof(float)];
+      const u64 size = dst_type == kFloat32 ? 4 : 2;
+      ew::row_store(bytes, dst_type, sum, 0, count);
+      ew::seeded_copy(static_cast<u8*>(dst) + begin * size, bytes, count * size);
+      continue;
+    }
     ew::row_store(dst, dst_type, sum, begin, count);
   }
 }

@@ -161,6 +161,10 @@ EW_DEVICE void put_held(u8* dst, const HeldBytes& held) {
     if (512 * p + 16 * lane_id() + 16 <= held.num_bytes)
       reinterpret_cast<uint4*>(dst)[32 * p + lane_id()] = held.part[p];
 }
+template <typename T>
+EW_DEVICE void store_plain(T* p, const T& v) {
+  *p = v;
+}
 EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   for (u64 i = lane_id(); i < num_bytes; i += 32) static_cast<u8*>(dst)[i] = 0;
 }

@@ -16,7 +16,14 @@ from ..device_structs import GpuHcaArgs, HcaKey, HcaQueue
 from ..errors import HcaError
 from ..target import Closable, Target
 from .interface import QpInfo
-from .soft import CQ_COLLAPSED, CQ_OVERRUN_IGNORE, STATE_ERR, STATE_RESET, STATE_RTS
+from .soft import (
+    CQ_COLLAPSED,
+    CQ_OVERRUN_IGNORE,
+    STATE_ERR,
+    STATE_RESET,
+    STATE_RTR,
+    STATE_RTS,
+)
 
 MAX_KEYS, MAX_QUEUES = 64, 64
 UAR_BYTES = 4096
@@ -147,11 +154,26 @@ class KernelQp:
         forward = state <= STATE_RTS and state == struct.state + 1
         if state not in (STATE_RESET, STATE_ERR) and not forward:
             raise HcaError(f"changing the state: from {struct.state} to {state} is no way")
-        if 2 <= state <= STATE_RTS and self.peer is None:
+        if STATE_RTR <= state <= STATE_RTS and self.peer is None:
             raise HcaError("changing the state: the queue pair has no peer yet")
         if state == STATE_RESET:
             self._hca.reset(struct)
+        if state == STATE_RTR:  # what was rung in RESET or INIT is ignored
+            struct.last_record = ctypes.c_uint32.from_address(struct.dbrec_addr + 4).value
+            struct.last_proxy = ctypes.c_uint64.from_address(struct.proxy_addr).value
+            for i in range(2):
+                register = ctypes.c_uint64.from_address(struct.uar_addr + 0x800 + 0x100 * i)
+                struct.last_register[i] = register.value
         struct.state = state
+
+    def start_at(self, index: int) -> None:
+        """For tests of wraps: a fresh queue goes on as if `index` entries had been executed."""
+        struct = self.state_struct
+        struct.pi = struct.ci = struct.num_cqe_written = index
+        struct.last_record = int.from_bytes((index & 0xFFFF).to_bytes(4, "big"), "little")
+        ctypes.c_uint32.from_address(struct.dbrec_addr + 4).value = struct.last_record
+        consumed = int.from_bytes((index & 0xFFFFFF).to_bytes(4, "big"), "little")
+        ctypes.c_uint32.from_address(struct.cq_dbrec_addr).value = consumed
 
     @property
     def state(self) -> int:

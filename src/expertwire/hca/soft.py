@@ -85,6 +85,7 @@ def _calls() -> SimpleNamespace:
         qp_connect=declare("ew_qp_connect", c_int, p, p, u32),
         qp_modify=declare("ew_qp_modify", c_int, p, u32),
         qp_state=declare("ew_qp_state", c_int, p),
+        qp_start_at=declare("ew_qp_start_at", c_int, p, u64),
         qp_first_error=declare("ew_qp_first_error", u32, p, POINTER(u64)),
         qp_indices=declare("ew_qp_indices", None, p, POINTER(u64), POINTER(u64)),
         qp_destroy=declare("ew_qp_destroy", None, p),
@@ -228,6 +229,10 @@ class SoftQp(_Handle):
 
     def modify(self, state: int) -> None:
         _check(self._call.qp_modify(self.handle, state), "changing the state")
+
+    def start_at(self, index: int) -> None:
+        """For tests of wraps: a fresh queue goes on as if `index` entries had been executed."""
+        _check(self._call.qp_start_at(self.handle, index), "choosing the first index")
 
     @property
     def state(self) -> int:

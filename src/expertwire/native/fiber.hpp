@@ -100,6 +100,7 @@ bool seeded_release(void* dst, const void* value, size_t num_bytes, bool system)
 void seeded_atomic(const void* p, size_t num_bytes);
 void seeded_store(void* dst, const void* value, size_t num_bytes);
 void seeded_copy(void* dst, const void* src, u64 num_bytes);
+void seeded_zero(void* dst, u64 num_bytes);
 void seeded_read(const void* src, void* value, size_t num_bytes);
 template <typename T>
 T seeded_load(const T* p) {

@@ -17,6 +17,7 @@
 #include "server_gather.cuh"
 #include "server_poll.cuh"
 #include "server_reply.cuh"
+#include "round_checks.hpp"
 
 namespace ew {
 namespace {
@@ -50,6 +51,8 @@ const Kernel kKernels[] = {
     EW_ENTRY(clock_stamp, ClockStampArgs),
     EW_ENTRY(ibgda_run, IbgdaRunArgs),
     EW_ENTRY(gpu_hca, GpuHcaArgs),
+    EW_ENTRY(check_client_rounds, ClientRoundsArgs),
+    EW_ENTRY(check_server_rounds, ServerRoundsArgs),
 };
 
 }  // namespace

@@ -104,6 +104,11 @@ void seeded_copy(void* dst, const void* src, u64 num_bytes) {
   }
 }
 
+void seeded_zero(void* dst, u64 num_bytes) {
+  const std::vector<u8> zeros(num_bytes);
+  seeded_store(dst, zeros.data(), num_bytes);
+}
+
 void seeded_read(const void* src, void* value, size_t num_bytes) {
   Schedule* s = lane->schedule;
   const auto* from = static_cast<const u8*>(src);

@@ -40,6 +40,18 @@ bool changed(T* last, T value) {
   return true;
 }
 
+// What the doorbells say now is no news later.
+void forget_doorbells(ew_qp* qp) {
+  qp->last_record = __atomic_load_n(reinterpret_cast<const u32*>(qp->info.dbrec_addr) + 1, __ATOMIC_ACQUIRE);
+  for (u32 i = 0; i < 2; ++i) {
+    const u64 offset = i == 0 ? kBlueFlame : kBlueFlameAlternate;
+    qp->last_register[i] =
+        __atomic_load_n(reinterpret_cast<const u64*>(qp->info.uar_addr + offset), __ATOMIC_ACQUIRE);
+  }
+  if (qp->info.proxy_addr)
+    qp->last_proxy = __atomic_load_n(reinterpret_cast<const u64*>(qp->info.proxy_addr), __ATOMIC_ACQUIRE);
+}
+
 // New producer index: the furthest ahead of what doorbell record, registers and proxy word say.
 // Opcode, opmod and length bytes of the register are ignored (mlx5 clients differ in them).
 void look_at_doorbells(ew_qp* qp) {
@@ -135,9 +147,12 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
   u32 done = hca->wire ? wire_progress(hca) : 0;
   bool stalled = false;
   const size_t num_qps = hca->qps.size();
+  const size_t first = hca->next_qp < num_qps ? hca->next_qp : 0;  // no division: a spinning thread looks often
+  size_t next = first;
   // Always one queue; the others only while no other call waits for the lock.
   for (size_t i = 0; i < num_qps && done < max_wqes && !(i > 0 && hca->lock.contended()); ++i) {
-    ew_qp* qp = hca->qps[(hca->next_qp + i) % num_qps];
+    ew_qp* qp = hca->qps[next];
+    if (++next == num_qps) next = 0;
     done += run_queue(qp, std::min(kWqesPerTurn, max_wqes - done), &stalled);
     if (qp->peer && qp->peer->touched) {
       qp->peer->touched = false;
@@ -145,7 +160,7 @@ EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes) {
     }
   }
   hca->held_up.store(stalled, std::memory_order_relaxed);
-  if (num_qps) hca->next_qp = (hca->next_qp + 1) % num_qps;
+  hca->next_qp = first + 1;
   if (hca->num_watched) done += take_immediates(hca);
   if (hca->wire && done == 0) wire_idle(hca);
   if (hca->completed) {
@@ -235,7 +250,23 @@ EW_API int ew_qp_modify(ew_qp* qp, u32 state) {
     for (u64 addr : {qp->info.proxy_addr, qp->info.cq_dbrec_addr})
       if (addr) memset(reinterpret_cast<void*>(addr), 0, 8);
   }
+  if (state == kRtr) forget_doorbells(qp);  // rung in RESET or INIT: ignored
   qp->state = state;
+  return 0;
+}
+
+// For tests of wraps: a queue that nobody has rung yet goes on as if `index` entries of one block had been
+// executed, completed and consumed. Its producer must go on from there too.
+EW_API int ew_qp_start_at(ew_qp* qp, u64 index) {
+  std::lock_guard guard(qp->hca->lock);
+  if (qp->pi != 0 || qp->num_cqe_written != 0 || qp->last_record != 0 || qp->wire)
+    return ew_fail(-EINVAL, "queue pair %#x cannot start at %llu: it was used, or its peer is on another host",
+                   qp->info.qpn, index);
+  qp->pi = qp->ci = qp->num_cqe_written = index;
+  qp->last_record = __builtin_bswap32(static_cast<u32>(index & 0xffff));
+  __atomic_store_n(reinterpret_cast<u32*>(qp->info.dbrec_addr) + 1, qp->last_record, __ATOMIC_RELEASE);
+  if (qp->info.cq_dbrec_addr)
+    store_be32(reinterpret_cast<u8*>(qp->info.cq_dbrec_addr), static_cast<u32>(index & 0xffffff));
   return 0;
 }
 
