@@ -33,7 +33,7 @@ class Costs:
     weight_bytes_per_us: float
     flops_per_us: float
     overlaps: bool  # weights are read while others are used: the longer of both counts (a GPU)
-    parallel: float = 1.0  # speed of each of two processes that work at once
+    parallel: float = 1.0  # speed of each of two processes that work at once on shared CPUs
     cores: float = math.inf  # CPUs that all servers and clients share; inf: each has its own
 
     def shared(self, working: int) -> float:
@@ -42,7 +42,9 @@ class Costs:
         Two CPUs may be threads of one core, or share its memory: `parallel`. More than there are
         CPUs take turns.
         """
-        return max(1.0, working / self.cores) / self.parallel if working > 1 else 1.0
+        if working <= 1 or math.isinf(self.cores):
+            return 1.0
+        return max(1.0, working / self.cores) / self.parallel
 
     def experts_us(
         self, busy: float, pairs: float, expert_bytes: float, pair_flops: float
@@ -62,7 +64,7 @@ H200_NVLINK = dataclasses.replace(H200, trip_us=40.0, trip_bytes_per_us=130_000.
 # Two CPUs, threads of one core, of a shared virtual machine: rough, set by hand near what
 # bench/plan_check.py saw.
 CPU = Costs(trip_us=105.0, server_us=60.0, trip_bytes_per_us=4000.0, batch_us=60.0, expert_us=12.0,
-            weight_bytes_per_us=9000.0, flops_per_us=40e3, overlaps=False, parallel=0.6, cores=2)
+            weight_bytes_per_us=9000.0, flops_per_us=40e3, overlaps=False, parallel=0.6)
 DEVICES = {"h200": H200, "h200-nvlink": H200_NVLINK, "cpu": CPU}
 
 

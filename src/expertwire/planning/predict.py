@@ -112,9 +112,11 @@ def predict(work: Workload, servers: int, costs: Costs, imbalance: float = 1.0) 
                                                   work.pair_flops))
 
     alone, together = served_us(1), served_us(work.clients)
-    # What one more of many clients adds, times a million.
-    another = served_us(2e6) - served_us(1e6) + 1e6 * passing
-    think = costs.shared(work.clients) * (work.attention_us + costs.trip_us - fixed + own)
+    client = work.attention_us + costs.trip_us - fixed + own
+    think = costs.shared(work.clients) * client
+    # What one more of many clients adds, times a million: it may share the CPUs with the others.
+    another = served_us(2e6) - served_us(1e6) + 1e6 * (
+        passing + client / (costs.cores * costs.parallel))
     layer = think + behind + together
     trip = costs.trip_us + own
     busy = busy_experts(held, chance, work.tokens)
@@ -128,7 +130,7 @@ def predict(work: Workload, servers: int, costs: Costs, imbalance: float = 1.0) 
         experts_us=alone - slower * fixed, layer_us=layer,
         apart_us=think - passing + waiting(alone + passing, think - passing, work.clients),
         step_us=layer * work.num_layers, busy=(together + behind) / layer,
-        saturates_at=(think + alone) / (another / 1e6),
+        saturates_at=(client + alone) / (another / 1e6),
         weight_bytes=math.ceil(held) * work.expert_bytes * work.num_layers,
         bound_by=max(limits, key=lambda name: limits[name]),
     )
