@@ -25,6 +25,7 @@ from tests.shell_lines import LINES, ROOT
 
 STAYS = ("registry", "serve", "openai", "--watch")  # run until they are ended
 STARTS = {"serve": 0, "openai": 8000, "registry": 7700, "--page-port": 7780}  # port, 0: a server
+SERVES = " experts of "  # what a server prints when it is there
 SECONDS = 240.0
 OTHERS = ("pip", "pytest", ".ci/run", "pre-commit", "mkdocs")  # steps of .ci/run
 # What a page takes for granted.
@@ -75,7 +76,7 @@ class Reader:
 
     def type(self, text: str) -> None:
         """Runs a line to its end, or starts it; not again, unless something new is to be seen."""
-        name = next((name for name in STAYS if re.search(rf"(?<!\S){name}\b", text)), "")
+        name = next((name for name in STAYS if name in text.split()), "")
         if name == "registry":
             self.end()
         if name and name != "--watch":
@@ -95,17 +96,21 @@ class Reader:
         for name, meant in NAMES.items():
             text = re.sub(rf"\b{re.escape(name)}\b", meant, text)
         if re.search(r"\bSERVER\b", text):
-            text = re.sub(r"\bSERVER\b", self.servers()[0]["server_id"], text)
+            text = re.sub(r"\bSERVER\b", self.server(), text)
         return text
 
     def run(self, text: str) -> subprocess.CompletedProcess:
         return subprocess.run(self.in_words(text), shell=True, env=self.env, cwd=self.folder,
                               text=True, capture_output=True, timeout=SECONDS)
 
-    def servers(self) -> list[dict]:
-        tls = "--tls-ca ca.pem " if any("--tls" in text for text in self.scene) else ""
-        shown = self.run(f"expertwire {tls}status --json")
-        return json.loads(shown.stdout)["servers"] if shown.returncode == 0 else []
+    def server(self) -> str:
+        """The id of one that is registered."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            shown = self.run("expertwire status --json")
+            assert shown.returncode == 0 and time.monotonic() < deadline, shown
+            if servers := json.loads(shown.stdout)["servers"]:
+                return servers[0]["server_id"]
 
     def start(self, text: str) -> None:
         log = self.folder / f"{len(self.done)}-{len(self.running)}.log"
@@ -113,10 +118,9 @@ class Reader:
             process = subprocess.Popen(f"exec {self.in_words(text)}", shell=True, env=self.env,
                                        cwd=self.folder, stdout=out, stderr=out)
         self.running.append(process)
-        wanted = [port for word, port in STARTS.items() if re.search(rf"(?<!\S){word}\b", text)]
-        num_servers = sum("serve" in before.split() for before in self.scene[: len(self.running)])
+        wanted = [port for word, port in STARTS.items() if word in text.split()]
         deadline = time.monotonic() + SECONDS
-        while any(free(port) if port else len(self.servers()) < num_servers for port in wanted):
+        while any(free(port) if port else SERVES not in log.read_text() for port in wanted):
             assert process.poll() is None, f"{text} ended: {log.read_text()[-1500:]}"
             assert time.monotonic() < deadline, f"{text}: not there: {log.read_text()[-1500:]}"
             time.sleep(0.2)
