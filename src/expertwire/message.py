@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -136,7 +137,7 @@ class SlotShape:
         if self.max_rows * self.experts_per_row >= 2**31:
             raise ConfigError("max_rows * experts_per_row must stay below 2^31")
 
-    @property
+    @cached_property
     def request_slot_bytes(self) -> int:
         plain = RequestLayout.of(
             self.max_rows, self.experts_per_row, self.hidden_size * self.element_bytes
@@ -147,12 +148,12 @@ class SlotShape:
         ).end
         return max(plain, packed if self.fp8 else 0) + FLAG_BYTES
 
-    @property
+    @cached_property
     def max_reply_rows(self) -> int:
         per_expert = self.reply_mode == ReplyMode.PER_EXPERT
         return self.max_rows * (self.experts_per_row if per_expert else 1)
 
-    @property
+    @cached_property
     def reply_slot_bytes(self) -> int:
         rows_bytes = align16(self.max_reply_rows * self.hidden_size * self.reply_element_bytes)
         return rows_bytes + ctypes.sizeof(ReplyHead) + FLAG_BYTES

@@ -8,10 +8,12 @@ and one that outlives a batch that failed because an expert server was away.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ CACHE_TOKENS = 16384  # over all requests
 BLOCK_TOKENS = 32
 BATCH_TOKENS = 256  # in one step, as many as one message to a server carries
 STOP_SECONDS = 0.3  # for answers that are still on their way when the server ends
+THREAD_SECONDS = 3.0  # for a thread of it to end, once its client is closed: a layer's time
 
 
 def run_openai(
@@ -53,11 +56,12 @@ def run_openai(
     stop = threading.Event()
     stop_on_signals(stop.set)
     follow_parent(stop.set)
+    generations = Generations()
     with open_client(
         registry, device=gpu, token=token, config=client_config, name="openai"
     ) as client:
         serve = start_serve(
-            model, client, host=host, port=port, dtype=dtype,
+            model, client, generations, host=host, port=port, dtype=dtype,
             continuous_batching=continuous_batching, device=gpu,
         )
         try:
@@ -69,7 +73,7 @@ def run_openai(
             while not stop.wait(0.2) and serve._thread.is_alive():
                 pass
         finally:
-            stop_serve(serve, client)
+            stop_serve(serve, client, generations)
 
 
 def require_serving() -> None:
@@ -98,14 +102,59 @@ def check_address(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen on {host}:{port}: {err}") from err
 
 
+class Generations:
+    """The `model.generate` calls under way, which have to end before the process does.
+
+    They run in a daemon thread of transformers' server. One that is inside torch when the
+    interpreter ends is torn out of C++ code, and the process aborts or hangs.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._ending = False
+
+    def watch(self, model: Any) -> Any:
+        """The model, its `generate` now known here."""
+        generate = model.generate
+
+        @functools.wraps(generate)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.current_thread()
+            with self._lock:
+                if self._ending:
+                    raise SystemExit
+                self._threads.append(thread)
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                with self._lock:
+                    if self._ending:
+                        raise SystemExit  # of this thread: nobody reads the answer any more
+                    self._threads.remove(thread)
+
+        model.generate = watched
+        return model
+
+    def end(self, seconds: float) -> bool:
+        """Ends the threads that generate, as soon as their calls return; False if one did not."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            self._ending = True
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+
 def start_serve(
-    model: str, client: AttentionClient, *, host: str, port: int, dtype: str | None,
-    continuous_batching: bool, device: torch.device | None = None,
+    model: str, client: AttentionClient, generations: Generations, *, host: str, port: int,
+    dtype: str | None, continuous_batching: bool, device: torch.device | None = None,
 ) -> Any:
     """transformers' Serve object, its HTTP server starting in a thread."""
     from transformers.cli.serve import Serve
 
-    with replaced_classes(model, client, dtype, device):
+    with replaced_classes(model, client, generations, dtype, device):
         return Serve(
             force_model=model, continuous_batching=continuous_batching,
             device=str(device or "cpu"), host=host, port=port, non_blocking=True,
@@ -114,8 +163,8 @@ def start_serve(
         )
 
 
-def stop_serve(serve: Any, client: AttentionClient) -> None:
-    """Ends the HTTP server and the generation worker, in under 5 s.
+def stop_serve(serve: Any, client: AttentionClient, generations: Generations) -> None:
+    """Ends the HTTP server and the threads that generate, in under 5 s.
 
     Answers get STOP_SECONDS to end; then the client is closed, which ends them with an error.
     """
@@ -124,6 +173,7 @@ def stop_serve(serve: Any, client: AttentionClient) -> None:
     serve._thread.join(STOP_SECONDS)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # we know why it fails
     client.close()
+    generations.end(THREAD_SECONDS)
     serve.kill_server()
     serve.server.force_exit = True
 
@@ -143,14 +193,16 @@ def listening(server: Any, thread: threading.Thread) -> str | None:
 
 @contextlib.contextmanager
 def replaced_classes(
-    model: str, client: AttentionClient, dtype: str | None, device: torch.device | None
+    model: str, client: AttentionClient, generations: Generations, dtype: str | None,
+    device: torch.device | None,
 ) -> Generator[None]:
     """While open, transformers' server is made with our manager, generation state and errors."""
     from transformers.cli.serving import model_manager, server, utils
 
     build = server.build_server
     places: list[tuple[Any, str, Any]] = [
-        (model_manager, "ModelManager", make_manager(model, client, dtype, device)),
+        (model_manager, "ModelManager", make_manager(model, client, generations, dtype,
+                                                     device)),
         (utils, "GenerationState", make_state(client)),
         (server, "build_server", lambda *args, **kwargs: OpenAIErrors(build(*args, **kwargs))),
     ]
@@ -165,7 +217,8 @@ def replaced_classes(
 
 
 def make_manager(
-    path: str, client: AttentionClient, dtype: str | None, device: torch.device | None
+    path: str, client: AttentionClient, generations: Generations, dtype: str | None,
+    device: torch.device | None,
 ) -> type:
     """A ModelManager class that knows one model, `path`, and loads it without its experts."""
     from transformers import AutoProcessor
@@ -191,10 +244,10 @@ def make_manager(
             return AutoProcessor.from_pretrained(str(folder))
 
         def _load_model(self, *_: Any, **__: Any) -> Any:
-            return integration.load(
+            return generations.watch(integration.load(
                 folder, client, dtype=dtype, device=device,
                 progress=load_progress("attention side"),
-            )
+            ))
 
         def list_models(self, *_: Any, **__: Any) -> list[dict]:
             return [{"id": name, "object": "model", "created": 0, "owned_by": "expertwire"}]

@@ -28,7 +28,7 @@ class Marked:
                     found.append(process.pid)
         return found
 
-    def check_gone(self, seconds: float = 5.0) -> None:
+    def check_gone(self, seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
         while left := self.pids():
             if time.monotonic() > deadline:

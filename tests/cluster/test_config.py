@@ -86,6 +86,14 @@ def test_defaults(tmp_path):
     ("[1, 2]", "mapping"),
     ("model: [", "not YAML"),
     ("model: a\nmodel: b", "'model' is there twice"),
+    ("? [a, b]\n: 1", "unhashable key"),
+    ("? {a: b}\n: 1\n? {a: b}\n: 1", "unhashable key"),
+    ("model: 2001-13-45", "not YAML"),
+    ("[" * 3000, "nested too deeply"),
+    ('model: "a\\0b"', "model has a zero byte"),
+    ("model: m\nenv: {'A=B': c}", "env.A=B is no environment variable"),
+    ("model: m\nenv: {'': c}", "is no environment variable"),
+    ('model: m\nenv: {A: "b\\0c"}', "env.A is no environment variable"),
     ("servers: {count: 2}", "there is no model"),
     ("model: ''", "model is empty"),
     ("model: 5", "model must be text, not 5"),
@@ -115,8 +123,9 @@ def test_defaults(tmp_path):
     ("model: m\nenv: {A: [1]}", "env.A must be text"),
     ("model: m\nenv: {A: on}", "write it in quotes"),
     ("model: m\nenv: {EXPERTWIRE_TOKEN: 0123456789abcdef}", "use token_file"),
-    ("model: m\nname: 'a b'", "name must be letters"),
-    ("model: m\nname: ../up", "name must be letters"),
+    ("model: m\nname: 'a b'", "name must be at most 63 letters"),
+    ("model: m\nname: " + "n" * 64, "name must be at most 63 letters"),
+    ("model: m\nname: ../up", "name must be at most 63 letters"),
 ])
 def test_errors_name_the_file_and_the_setting(tmp_path, text, names):
     with pytest.raises(ConfigError) as caught:

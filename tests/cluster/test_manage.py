@@ -10,7 +10,7 @@ from expertwire import Client, Registry, Server
 from expertwire.cluster import manage
 from expertwire.cluster.backend import FAILED, SERVING, STARTING, ProcessFacts
 from expertwire.cluster.config import parse_config
-from expertwire.cluster.records import find_record, write_record
+from expertwire.cluster.records import changing, cluster_folder, find_record, write_record
 from expertwire.errors import ConfigError, ExpertwireError, WaitTimeout
 from tests.system.cluster import ScaledExperts, batch, expected, model_facts
 
@@ -141,6 +141,27 @@ def test_which_cluster(scaled, tmp_path):
     assert manage.down("here") == "here"
     assert find_record("here") is None
     assert manage.find_cluster(None, None)[0] == "two"
+
+
+def test_one_command_at_a_time_changes_a_cluster(scaled, tmp_path):
+    backend = scaled({"server-0": [0, 1, 2, 3, 4, 5]})
+    file = tmp_path / "here.yaml"
+    file.write_text(f"model: {tmp_path}")
+    with changing("here"):
+        for change in (lambda: manage.up(str(file), "local", timeout=1, quiet=True),
+                       lambda: manage.scale(None, 2, quiet=True)):
+            with pytest.raises(ConfigError, match=r"another .* is changing cluster here now"):
+                change()
+    assert len(manage.scale(None, 2, quiet=True)["processes"]) == len(backend.servers) == 2
+
+
+def test_up_that_starts_nothing_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = tmp_path / "moe.yaml"
+    file.write_text(f"model: {tmp_path}/nowhere")
+    with pytest.raises(ConfigError, match=r"model: there is no folder .*nowhere"):
+        manage.up(str(file), "local", timeout=1)
+    assert not cluster_folder("moe").exists()
 
 
 def test_without_a_cluster(tmp_path, monkeypatch):

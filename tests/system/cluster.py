@@ -69,16 +69,15 @@ def cluster(
     dtype = getattr(torch, model["dtype"])
     with contextlib.ExitStack() as stack:
         registry = stack.enter_context(Registry(token=TOKEN))
-        servers = [
-            stack.enter_context(Server(
+        servers = []
+        for i, share in enumerate(shares):
+            servers.append(stack.enter_context(Server(
                 ScaledExperts(share, dtype), model, registry, token=TOKEN, name=f"s{i}",
                 **(server_options or {}),
-            )) for i, share in enumerate(shares)
-        ]
-        for server in servers:
-            server.wait_registered(5)
+            )))
+            servers[-1].wait_registered(30)  # in turn, so that s0 has seat 0
         client = stack.enter_context(Client(registry, token=TOKEN, **client_options))
-        client.links.wait(lambda table: len(table.links) == len(servers), 5)
+        client.links.wait(lambda table: len(table.links) == len(servers), 30)
         yield client, servers, registry
 
 

@@ -41,7 +41,7 @@ def serve(children: ChildGroup, address: str, *arguments: str, **env: str) -> Ch
     )
 
 
-def wait_until(ready, seconds: float = 5.0) -> bool:
+def wait_until(ready, seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if ready():

@@ -20,7 +20,7 @@ MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 BOTH = [range(6), range(6)]
 
 
-def wait_until(condition, seconds: float = 5.0) -> None:
+def wait_until(condition, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -10,11 +12,14 @@ import pytest
 import torch
 from tests.system.cluster import batch, cluster, expected, model_facts
 
+import expertwire.hca
 from expertwire import Registry
+from expertwire.chaos import replies
 from expertwire.chaos.network import Network, Relay, clear_data_faults, set_data_faults
 from expertwire.chaos.plan import load_plan, parse_plan
 from expertwire.chaos.report import throughput
 from expertwire.errors import ConfigError, ExpertwireError, WaitTimeout
+from expertwire.hca import open_hca
 from expertwire.registry.question import ask
 
 TOKEN = b"chaos-network-0123456789"
@@ -27,7 +32,7 @@ MODEL = model_facts()
     ({"delay": -1}, "delay must be"), ({"loss": True}, "loss must be"),
     ({"cut": "z"}, "no server 'z'"), ({"hang": [3]}, "names of servers"),
     ({"control": "on fire"}, "control is one of"), ({"reorder": 1}, "reorder is"),
-    ({"reorder": True}, "needs signal_mode"),
+    ({"reorder": True}, "needs signal_mode"), ({"way": "up", "mtu": 64}, "way is one of"),
 ])
 def test_networks_that_do_not_fit_are_named(network, text):
     with pytest.raises(ConfigError, match=text):
@@ -81,25 +86,56 @@ def test_hanging_up_ends_connections_and_lets_new_ones_in(relay):
     assert ask(relay.address, TOKEN, STATUS)["type"] == "status"
 
 
+@pytest.mark.parametrize("way", ["requests", "replies"])
 @pytest.mark.parametrize("network", [
     Network(mtu=64, delay=6), Network(mtu=64, delay=6, reorder=True, duplicate=2),
     Network(loss=40), Network(cut=("s0",)), Network(hang=("s1",)),
 ])
-def test_results_are_right_on_a_bad_path_and_after_it(network):
+def test_results_are_right_on_a_bad_path_and_after_it(network, way):
+    """A reply that is lost, late or there twice is no other than a request that is."""
     shares = [range(8), range(8), range(8)]
-    with cluster(shares, MODEL, signal_mode="add", reply_timeout=0.3) as (client, _, _):
+    with cluster(shares, MODEL, signal_mode="add", reply_timeout=0.3) as (client, servers, _):
         load = SimpleNamespace(client=client)
-        set_data_faults(load, network, seed=5)
+        if way == "requests":
+            set_data_faults(load, network, seed=5)
+        else:
+            for server in servers:
+                replies.obey(server.hca, {"network": dataclasses.asdict(network), "seed": 5,
+                                          "server": server.name})
         for seed in range(12):
             hidden, ids, weights = batch(5, MODEL, seed=seed)
             torch.testing.assert_close(client.moe(1, hidden, ids, weights),
                                        expected(hidden, ids, weights, MODEL, 1))
         assert (client.num_retries > 0) == network.loses_servers, "the faults were there"
         clear_data_faults(load)
+        for server in servers:
+            replies.obey(server.hca, {"network": None})
         client.links.wait(lambda t: len(t.links) == 3, 8)
         hidden, ids, weights = batch(5, MODEL, seed=99)
         torch.testing.assert_close(client.moe(0, hidden, ids, weights),
                                    expected(hidden, ids, weights, MODEL, 0))
+
+
+def test_a_server_hears_of_faults_over_its_standard_input(monkeypatch):
+    monkeypatch.setattr("expertwire.hca.on_open", [])
+    monkeypatch.setattr(replies, "on_open", expertwire.hca.on_open)
+    theirs, ours = os.pipe()
+    quiet = replies.hear(theirs)
+    with open_hca("soft") as hca, os.fdopen(ours, "w") as stream:
+        child = SimpleNamespace(name="s0", process=SimpleNamespace(stdin=stream))
+        for network in (Network(reorder=True, way="replies"), None, Network(reorder=True)):
+            replies.tell(child, network, seed=3)
+            wait_until(lambda n=network: hca.relaxed_ordering == (n is not None))
+    assert os.read(quiet, 1) == b"", "it ends with the parent, as the standard input does"
+    os.close(quiet)
+    replies.tell(child, None)  # it has ended: nobody is there to tell
+
+
+def wait_until(ready, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_throughput_is_compared_with_the_calm_around_it():

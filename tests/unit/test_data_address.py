@@ -111,6 +111,24 @@ def test_wildcard_is_told_as_the_address_towards_the_registry():
         listener.close()
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback address")
+@pytest.mark.parametrize("registry", ["127.0.0.1:7700", "[::1]:7700"])
+def test_ipv6_wildcard_is_reached_at_what_it_tells_of_either_kind(registry):
+    listener = listen_data("ucx", "[::]:0", registry, TOKEN)
+    try:
+        channel = connect_data(Behind(), listener.address, TOKEN, 5)
+        listener.accept(5).close()
+        channel.close()
+    finally:
+        listener.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6 loopback address")
+def test_ipv4_wildcard_with_an_ipv6_registry_is_refused():
+    with pytest.raises(ConfigError, match=r"takes IPv4 only.*::1.*use \[::\]"):
+        listen_data("ucx", "0.0.0.0", "[::1]:7700", TOKEN)
+
+
 def test_taken_port_is_a_clear_error():
     first = TcpListener("127.0.0.1", 0, TOKEN)
     port = first.address.rpartition(":")[2]

@@ -213,14 +213,22 @@ def test_a_failed_completion_is_a_failover_with_its_syndrome():
     assert values(found, "expertwire_loss_reports_total")[0] >= 1
 
 
+def refusals(server):
+    """[(reason, number)] of the messages that a server refused."""
+    refused = {m.name: m for m in server_metrics(server)}["expertwire_refused_messages"]
+    return [(s.labels["reason"], s.value) for s in refused.samples]
+
+
 def test_a_refused_message_is_counted_with_its_reason():
     model = model_facts()
     with cluster([range(8)], model) as (client, (server,), _):
         server.shard.fail_on_layer = 1
         with pytest.raises(RejectedError):
             client.moe(1, *batch(4, model))
-        refused = {m.name: m for m in server_metrics(server)}["expertwire_refused_messages"]
-    assert [(s.labels["reason"], s.value) for s in refused.samples] == [("expert_fault", 1)]
+        deadline = time.monotonic() + SECONDS  # the refusal leaves before it is counted
+        while not (refused := refusals(server)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert refused == [("expert_fault", 1)]
 
 
 def test_what_to_install_is_said(monkeypatch):

@@ -23,13 +23,14 @@ class Fleet(ChildGroup):
     They are forked from one that has imported everything (zygote.py).
 
     model: the checkpoint folder that the servers read. dtype: what they compute in.
-    lease: seconds of silence after which the registry removes a server.
+    lease: seconds of silence after which the registry removes a server. zygote: another fleet's.
     """
 
     def __init__(self, model: str, *, dtype: str = "float32", lease: float = 10.0,
-                 hca: str = "soft"):
+                 hca: str = "soft", zygote: Zygote | None = None):
         # OpenMP threads that spin on cores which other processes need slow everything down.
-        super().__init__(Zygote(model, {"OMP_NUM_THREADS": "1"}))
+        super().__init__(zygote or Zygote(model, {"OMP_NUM_THREADS": "1"}))
+        self._owns_zygote = zygote is None
         self.model = model
         self.dtype = dtype
         self.lease = lease
@@ -115,8 +116,9 @@ class Fleet(ChildGroup):
             if child.process.poll() is None:
                 os.kill(child.process.pid, signal.SIGCONT)
         super().__exit__(kind, value, trace)
-        assert self.zygote is not None
-        self.zygote.close()
+        if self._owns_zygote:
+            assert self.zygote is not None
+            self.zygote.close()
         self._folder.cleanup()
 
 

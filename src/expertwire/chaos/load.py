@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from typing import Any
 
 import torch
 
@@ -57,14 +58,22 @@ class Oracle:
 
 
 class LoadThread:
-    """One client in a thread. A step is one batch through one layer."""
+    """One client in a thread. A step is one batch through one layer.
 
-    def __init__(self, name: str, address: str, token: bytes, oracle: Oracle, **settings):
+    twin: a client of a system of its own that nothing happens to. It does every step once more,
+    right after the client: what the rest of the machine does meets both.
+    """
+
+    def __init__(self, name: str, address: str, token: bytes, oracle: Oracle,
+                 twin: Client | None = None, **settings: Any):
         self.client = Client(address, token=token, name=name, **settings)
+        self.twin = twin
         self.name = name
         self.oracle = oracle
         self.started_ns = array("q")  # of each step, CLOCK_MONOTONIC
         self.ended_ns = array("q")
+        self.twin_started_ns = array("q")
+        self.twin_ended_ns = array("q")
         self.wrong_tokens = 0
         self.lost: list[str] = []  # what each step that failed raised
         self.broken: BaseException | None = None  # our own bug
@@ -102,6 +111,14 @@ class LoadThread:
                     self.started_ns.append(start)
                     self.ended_ns.append(time.monotonic_ns())
                     self.wrong_tokens += self.oracle.wrong_rows(layer, idx, out)
+                    if self.twin is not None:
+                        self._twin_step(self.twin, layer, idx)
                 step += 1 if idx + 1 < NUM_BATCHES else 2  # every batch meets every layer
         except BaseException as err:
             self.broken = err
+
+    def _twin_step(self, twin: Client, layer: int, idx: int) -> None:
+        self.twin_started_ns.append(time.monotonic_ns())
+        out = twin.moe(layer, *self.oracle.batches[idx])
+        self.twin_ended_ns.append(time.monotonic_ns())
+        self.wrong_tokens += self.oracle.wrong_rows(layer, idx, out)

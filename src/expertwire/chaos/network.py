@@ -1,6 +1,6 @@
-"""The network of a chaos plan: what the clients' queues and everybody's way to the registry meet.
+"""The network of a chaos plan: what everybody's queues and the ways to the registry meet.
 
-Faults of the data path are those of hca/fault.py, between a client's queues and its servers. The
+Faults of the data path are those of hca/fault.py, where a client's or a server's queues begin. The
 transport is reliable, as on an adapter: a lost packet is one that comes late, and what is lost for
 good is a work-queue entry that completes with an error. All processes reach the registry through a
 relay of this process, which can hold what it is given, in one direction or in both, or hang up.
@@ -13,7 +13,7 @@ import random
 import selectors
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .load import LoadThread
 
 RETRY_EXCEEDED = 0x15  # what an adapter reports when the peer does not answer
+WAYS = ("requests", "replies", "both")
 CONTROL = ("partition", "half-open", "hang-up")
 LOOK_SECONDS = 0.05
 PIECE_BYTES = 1 << 16
@@ -36,13 +37,16 @@ PIECE_BYTES = 1 << 16
 class Network:
     """What a phase does to the network until it ends.
 
+    way: what it happens to: "requests" (what clients send), "replies" (what servers send), "both".
     mtu, delay, reorder, duplicate: as mtu, max_delay, reorder, duplicate_one_in of Faults.
     loss: every so-manieth work-queue entry completes with an error (retries exceeded).
-    cut: every entry to these servers does. hang: entries to these wait, and nobody is told.
+    cut: every entry to these servers, or from them, does. hang: such entries wait, and nobody is
+        told.
     control: the connections to the registry: "partition" holds everything, also new connections;
         "half-open" holds what the registry says; "hang-up" closes them once.
     """
 
+    way: str = "requests"
     mtu: int = 0
     delay: int = 0
     reorder: bool = False
@@ -79,6 +83,8 @@ def parse_network(content: object, where: str) -> Network:
         if not all(isinstance(n, str) for n in names):
             raise ConfigError(f"{where}: {name} takes names of servers")
         given[name] = tuple(names)
+    if given.get("way", "requests") not in WAYS:
+        raise ConfigError(f"{where}: way is one of {', '.join(WAYS)}")
     if given.get("control", "") not in ("", *CONTROL):
         raise ConfigError(f"{where}: control is one of {', '.join(CONTROL)}")
     return Network(**given)
@@ -86,31 +92,38 @@ def parse_network(content: object, where: str) -> Network:
 
 def set_data_faults(load: LoadThread, network: Network, seed: int) -> None:
     """From now on the client's queues meet these faults."""
-    hca = load.client.hca
-    faulty = FaultyHca(hca, Faults(
-        seed=seed, mtu=network.mtu, reorder=network.reorder, max_delay=network.delay,
-        duplicate_one_in=network.duplicate,
-    ))
     queues = {state.qpn: link.server_id for link in load.client.links.table.links
               for state in link.endpoint.qp_states}
-    faulty.set_hook(_entry_hook(network, queues, random.Random(seed)))
-
-
-def _entry_hook(network: Network, queues: dict[int, str], chance: random.Random) -> Hook:
-    cut = {qpn for qpn, server in queues.items() if server in network.cut}
-    hang = {qpn for qpn, server in queues.items() if server in network.hang}
-
-    def hook(_context: Any, qpn: int, _idx: int, _wqe: int, _bytes: int) -> int:
-        if qpn in cut or (network.loss and chance.randrange(network.loss) == 0):
-            return RETRY_EXCEEDED
-        return HOOK_STALL if qpn in hang else 0
-
-    return hook
+    break_path(load.client.hca, network, seed, lambda qpn: queues.get(qpn, ""))
 
 
 def clear_data_faults(load: LoadThread) -> None:
     """What is under way lands; from now on everything does at once."""
-    hca: Any = load.client.hca
+    mend_path(load.client.hca)
+
+
+def break_path(hca: Any, network: Network, seed: int, server_of: Callable[[int], str]) -> None:
+    """From now on what this HCA sends meets the faults. server_of: queue number -> which server is
+    at one of the queue's ends."""
+    faulty = FaultyHca(hca, Faults(
+        seed=seed, mtu=network.mtu, reorder=network.reorder, max_delay=network.delay,
+        duplicate_one_in=network.duplicate,
+    ))
+    faulty.set_hook(_entry_hook(network, server_of, random.Random(seed)))
+
+
+def _entry_hook(network: Network, server_of: Callable[[int], str], chance: random.Random) -> Hook:
+    def hook(_context: Any, qpn: int, _idx: int, _wqe: int, _bytes: int) -> int:
+        server = server_of(qpn)
+        if server in network.cut or (network.loss and chance.randrange(network.loss) == 0):
+            return RETRY_EXCEEDED
+        return HOOK_STALL if server in network.hang else 0
+
+    return hook
+
+
+def mend_path(hca: Any) -> None:
+    """What is under way lands; from now on everything does at once."""
     hca.set_hook(None)
     hca.set_faults(None)
 

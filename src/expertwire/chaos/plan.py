@@ -57,6 +57,8 @@ class Plan:
     seed: int = 1
     clients: int = 1
     rows: int = 8  # per batch
+    rounds: int = 1  # all phases but the first and the last are gone through so many times
+    twin: bool = False  # a second, equal system is left alone: what throughput is compared with
     min_steps: int = 0  # the last phase goes on until so many are done
     reply_timeout: float | None = None  # None: adaptive
     signal_mode: str = "write"  # of the clients; a network that reorders needs another
@@ -97,7 +99,7 @@ def parse_plan(content: object, name: str) -> Plan:
         raise ConfigError(f"plan {name}: servers must be names with their experts, as \"0-7\"")
     if not isinstance(phases, list) or not phases:
         raise ConfigError(f"plan {name}: it has no phases")
-    for key, least in (("clients", 1), ("rows", 1), ("min_steps", 0), ("seed", 0)):
+    for key, least in (("clients", 1), ("rows", 1), ("rounds", 1), ("min_steps", 0), ("seed", 0)):
         value = content.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"plan {name}: {key} must be a whole number from {least} on")
@@ -106,6 +108,8 @@ def parse_plan(content: object, name: str) -> Plan:
         if not (value is None and optional) and not _is_positive(value):
             raise ConfigError(f"plan {name}: {key} must be a number above 0"
                               f"{', or null' if optional else ''}")
+    if not isinstance(content.get("twin", False), bool):
+        raise ConfigError(f"plan {name}: twin is true or false")
     for key in ("name", "about"):
         if not isinstance(content.get(key, ""), str):
             raise ConfigError(f"plan {name}: {key} must be a text")
@@ -114,6 +118,8 @@ def parse_plan(content: object, name: str) -> Plan:
     rest: dict[str, Any] = {"name": name} | content
     rest["phases"] = [_parse_phase(phase, i, name) for i, phase in enumerate(phases)]
     plan = Plan(**rest)
+    first, *middle, last = plan.phases if len(plan.phases) > 1 else [*plan.phases, None]
+    plan.phases = [p for p in (first, *middle * plan.rounds, last) if p is not None]
     _check_names(plan)
     return plan
 

@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from ..observe.draw import LEFT, PALETTE, RIGHT, TOP, WIDTH, axis, legend, text, text_width
+from .paired import paired_figures
 
 if TYPE_CHECKING:
     from .load import LoadThread
@@ -52,8 +53,8 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
     """The figures, and whether they are what a healthy system gives ("ok", "problems").
 
     throughput_ratio: steps per second in phases with failures, pauses taken out, against those of
-    the calm phases around them, with its standard error (throughput_noise). Phases in which
-    processes start are left out: loading takes processor time.
+    the calm phases around them, with an interval of 95 % (throughput_interval). Phases in which
+    processes start are left out: loading takes processor time. With a twin: see paired.py.
     """
     steps = Steps(loads)
     laps = []
@@ -69,6 +70,12 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
         elif not lap.phase.starts_processes:
             rates.append(("hurt", rate))
     ratio, noise = throughput(rates)
+    compared: dict[str, Any] = {
+        "throughput_ratio": ratio, "throughput_interval": None if ratio is None or noise is None
+        else [round(ratio - 1.96 * noise, 4), round(ratio + 1.96 * noise, 4)],
+    }
+    if all(load.twin is not None for load in loads):
+        compared = paired_figures(run, loads, steps.pause_ms)
     lost = [what for load in loads for what in load.lost]
     stats = [load.client.stats() for load in loads]
     figures: dict[str, Any] = {
@@ -76,7 +83,7 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
         "wrong_tokens": sum(load.wrong_tokens for load in loads),
         "lost_requests": len(lost),
         "longest_pause_ms": round(float(steps.ms.max(initial=0.0)), 2),
-        "throughput_ratio": ratio, "throughput_noise": noise,
+        **compared,
         "leaks": sum(run.leaks.values()),
         "deadline_ms": run.deadline_ms,
         "machine_late_ms": max(p["machine_late_ms"] for p in laps),
@@ -136,10 +143,10 @@ def report_lines(result: dict[str, Any]) -> list[str]:
     lines = [f"{'phase':32} {'s':>6} {'steps':>7} {'steps/s':>9} {'longest ms':>11}"]
     lines += [f"{p['name'][:32]:32} {p['seconds']:6.1f} {p['steps']:7} {p['steps_per_s']:9.1f} "
               f"{p['longest_ms']:11.1f}" for p in result["phases"]]
-    ratio, noise = result["throughput_ratio"], result["throughput_noise"]
+    ratio, interval = result["throughput_ratio"], result["throughput_interval"]
     known = "unknown" if ratio is None else f"{ratio:.3f}"
-    if noise is not None:
-        known += f" +- {noise:.3f}"
+    if interval is not None:
+        known += f" ({interval[0]:.3f} to {interval[1]:.3f})"
     lines.append(
         f"{result['steps']} steps, {result['wrong_tokens']} wrong tokens, "
         f"{result['lost_requests']} lost requests, longest pause {result['longest_pause_ms']} ms, "

@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from ..client.client import Client
 from ..errors import ConfigError, WaitTimeout
 from ..hca.soft import SoftHca
 from ..registry.question import ask
@@ -21,6 +23,7 @@ from .fleet import Fleet
 from .load import LoadThread, Oracle
 from .network import RETRY_EXCEEDED, Network, Relay, clear_data_faults, set_data_faults
 from .plan import Phase, Plan
+from .replies import tell
 from .report import draw_chaos, verdict
 
 SETTLE_SECONDS = 90.0  # until all clients are connected to all servers again
@@ -94,22 +97,27 @@ class ChaosRun:
         gc.collect()
         before = Resources.of()
         loads: list[LoadThread] = []
-        with Fleet(self.model) as self.fleet, contextlib.ExitStack() as stack:
+        with Fleet(self.model) as self.fleet, self._twin_fleet() as twins, \
+                contextlib.ExitStack() as stack:
             # The fleet's warm process imports meanwhile.
             oracle = Oracle(self.model, rows=self.plan.rows, seed=self.plan.seed)
             self.fleet.start_registry()
             stack.callback(self._open_relay().close)
             self.fleet.start_servers(self.plan.servers)
             self._running = set(self.plan.servers)
+            settings: dict[str, Any] = dict(reply_timeout=self.plan.reply_timeout,
+                                            missing_timeout=30.0, signal_mode=self.plan.signal_mode)
             try:
                 for i in range(self.plan.clients):
-                    loads.append(LoadThread(
-                        f"client-{i}", self.fleet.way_in, self.fleet.token, oracle,
-                        reply_timeout=self.plan.reply_timeout, missing_timeout=30.0,
-                        signal_mode=self.plan.signal_mode,
-                    ))
+                    twin = None if twins is None else stack.enter_context(
+                        Client(twins.address, token=twins.token, name=f"twin-{i}", **settings))
+                    loads.append(LoadThread(f"client-{i}", self.fleet.way_in, self.fleet.token,
+                                            oracle, twin, **settings))
                 self._settle(loads)
                 for load in loads:
+                    if load.twin is not None:
+                        load.twin.links.wait(lambda t: len(t.links) == len(self.plan.servers),
+                                             SETTLE_SECONDS)
                     load.start()
                 self._phases(loads)
             finally:
@@ -118,12 +126,24 @@ class ChaosRun:
                 self._say("stopping")
                 for load in loads:
                     load.client.close()
-            children = self.fleet.pids() + [c.process.pid for c in self.fleet.children]
+            children = [child.process.pid for fleet in (self.fleet, twins) if fleet is not None
+                        for child in fleet.children]
         self._count_leaks(before, children)
         for load in loads:
             if load.broken is not None:
                 raise load.broken
         return loads
+
+    @contextlib.contextmanager
+    def _twin_fleet(self) -> Generator[Fleet | None]:
+        """The same system once more, if the plan wants one; nothing happens to it."""
+        if not self.plan.twin:
+            yield None
+            return
+        with Fleet(self.model, zygote=self.fleet.zygote) as twins:
+            twins.start_registry()
+            twins.start_servers(self.plan.servers)
+            yield twins
 
     def _open_relay(self) -> Relay:
         self.relay = Relay(self.fleet.address)
@@ -188,8 +208,12 @@ class ChaosRun:
             self._running.add(name)
 
     def _break_network(self, network: Network, loads: list[LoadThread]) -> None:
-        for load in loads:
-            set_data_faults(load, network, self._random.getrandbits(32))
+        if network.way != "replies":
+            for load in loads:
+                set_data_faults(load, network, self._random.getrandbits(32))
+        if network.way != "requests":
+            for name in sorted(self._running):
+                tell(self.fleet.servers[name], network, self._random.getrandbits(32))
         if network.control == "hang-up":
             self.relay.hang_up()
         else:
@@ -201,6 +225,8 @@ class ChaosRun:
         self.relay.control = ""
         for load in loads:
             clear_data_faults(load)
+        for name in self._running:
+            tell(self.fleet.servers[name], None)
 
     def _load(self, seconds: float, loads: list[LoadThread]) -> None:
         """Lets the clients work."""

@@ -10,6 +10,7 @@ what it forked, and ends with its parent, however that ends. For fleets of proce
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -182,6 +183,10 @@ def _become(request: dict, stdin: int, stdout: int, exit_fd: int) -> None:
     code = 1
     try:
         os.close(exit_fd)
+        if request["arguments"][0] == "serve":
+            from .replies import hear
+
+            stdin = hear(stdin)
         for fd, place in ((stdin, 0), (stdout, 1), (stdout, 2)):
             os.dup2(fd, place)
         os.close(stdin)
@@ -210,6 +215,7 @@ def _main() -> None:
 
     with contextlib.suppress(ExpertwireError):  # the command itself will say what is wrong
         inspect_model(sys.argv[2])
+    gc.freeze()  # what is imported by now is shared by all children: no collection touches it
     _serve(control)
 
 

@@ -301,12 +301,15 @@ def drain(
     registry: RegistryOption = DEFAULT_REGISTRY,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait until it has left")]
     = 60.0,
+    deadline: Annotated[float | None, typer.Option(min=0, help="seconds until it leaves also if a "
+                        "client hangs and holds on to it: what that one sent goes to replicas")]
+    = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let a server leave with nothing lost: its clients move to replicas, then it ends."""
     from ..registry.drain import run_drain
 
-    result = run_drain(registry, server, timeout=timeout, quiet=as_json)
+    result = run_drain(registry, server, timeout=timeout, deadline=deadline, quiet=as_json)
     if as_json:
         print_json(result)
 

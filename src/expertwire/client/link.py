@@ -21,6 +21,7 @@ from ..pacing import UNLIMITED
 from .patience import Patience, longest_wait
 
 DATA_PROTOCOL = 1
+FIRST_SECONDS, LONGEST_SECONDS = 2.0, 10.0  # for a handshake, doubled after each failure in a row
 
 
 class ServerLink:
@@ -71,12 +72,14 @@ def open_link(
 
     registry: its address (data_address.connect_data).
 
-    Raises WaitTimeout within config.connect_timeout, AuthError, ProtocolError, or ConfigError if
-    the server refuses (another model, sizes beyond its limits).
+    Raises WaitTimeout within twice LONGEST_SECONDS, AuthError, ProtocolError, or ConfigError if the
+    server refuses (another model, sizes beyond its limits).
     """
     check_signal_mode(hca, SIGNAL_MODES[config.signal_mode], config.do_ibgda)
-    # One stalled server must not be waited for at length: others may hold the same experts.
-    timeout = min(config.connect_timeout / 2, 2.0)
+    # One stalled server must not be waited for at length: others may hold the same experts. One
+    # that is only slow, as all are on a machine with more work than cores, gets more time each try.
+    first = min(config.connect_timeout / 2, FIRST_SECONDS)
+    timeout = max(first, min(first * 2 ** min(patience.failures, 16), LONGEST_SECONDS))
     channel = connect_data(hca, server.address, token, timeout, stopped, registry)
     channel.stopped = stopped
     endpoint = None

@@ -277,7 +277,9 @@ class Links:
         for address in self._connecting:
             room[address in self._retry_at] -= 1
         now = time.monotonic()
-        for server in members.servers:
+        # Clients that start together begin with different servers.
+        begin = self._client_id % max(1, len(members.servers))
+        for server in members.servers[begin:] + members.servers[:begin]:
             if server.server_id in self._links or server.address in self._connecting:
                 continue
             again = server.address in self._retry_at

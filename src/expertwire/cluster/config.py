@@ -87,8 +87,10 @@ def load_config(path: str | Path) -> ClusterConfig:
         raise ConfigError(f"cannot read {file}: {err.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not text in UTF-8") from None
-    except yaml.YAMLError as err:
+    except (yaml.YAMLError, ValueError) as err:  # ValueError: a date that does not exist, ...
         raise ConfigError(f"{file} is not YAML: {err}") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must be a mapping with at least `model: FOLDER`")
     folder = file.resolve().parent
@@ -104,8 +106,8 @@ def parse_config(content: dict[str, Any], source: str = "cluster") -> ClusterCon
     top = _Section(content, source, "")
     name = top.text("name", REQUIRED)
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{source}: name must be letters, digits, - and _, not {name!r}; it "
-                          "becomes part of the names of processes and files")
+        raise ConfigError(f"{source}: name must be at most 63 letters, digits, - and _, not "
+                          f"{name!r}; it becomes part of the names of processes and files")
     config = ClusterConfig(
         name=name, model=top.text("model", REQUIRED), registry=_registry(top.section("registry")),
         servers=_servers(top.section("servers")), ray=_ray(top.section("ray")),
@@ -193,6 +195,8 @@ class _Section:
         value = self._take(key, default, str, "text")
         if value == "":
             raise self.error(key, "is empty")
+        if value is not default and "\0" in value:  # would end a path or an argument
+            raise self.error(key, "has a zero byte in it")
         return value
 
     def choice(self, key: str, default: Any, choices: tuple[str, ...]) -> Any:
@@ -247,6 +251,9 @@ class _Section:
                 raise self.error(f"{key}.{name}", f"must be text, not {text!r}")
             if isinstance(text, bool):
                 raise self.error(f"{key}.{name}", f"must be text, not {text!r}: write it in quotes")
+            if not name or "=" in name or "\0" in f"{name}{text}":
+                raise self.error(f"{key}.{name}", "is no environment variable: its name is empty "
+                                                  "or has = in it, or there is a zero byte")
         return {name: str(text) for name, text in value.items()}
 
     def numbers(self, key: str) -> dict[str, float]:
@@ -268,6 +275,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # a list or a mapping: refused below
             key = key_node.value
             if key in seen:
                 raise yaml.constructor.ConstructorError(

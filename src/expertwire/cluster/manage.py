@@ -16,7 +16,7 @@ from ..registry.question import ask
 from .arguments import REGISTRY, free_names
 from .backend import FAILED, SERVING, STARTING, Backend, ProcessFacts
 from .config import ClusterConfig, load_config
-from .records import find_record, only_name, remove_record, write_record
+from .records import changing, find_record, only_name, remove_record, write_record
 
 LOOK_SECONDS = 0.1
 
@@ -63,6 +63,13 @@ def up(path: str, where: str, *, timeout: float, quiet: bool = False) -> dict[st
     WaitTimeout. After an error nothing of it is left.
     """
     config = load_config(path)
+    with changing(config.name):
+        return _up(config, path, where, timeout, quiet)
+
+
+def _up(
+    config: ClusterConfig, path: str, where: str, timeout: float, quiet: bool
+) -> dict[str, Any]:
     found = find_record(config.name)
     if found and (found[0] != where or open_backend(found[1], where).describe()):
         raise ConfigError(f"cluster {config.name} is up already, on {found[0]}; `expertwire "
@@ -112,6 +119,11 @@ def scale(
     some expert; WaitTimeout.
     """
     name, backend = find_cluster(which, where)
+    with changing(name):
+        return _scale(name, backend, count, timeout, quiet)
+
+
+def _scale(name: str, backend: Backend, count: int, timeout: float, quiet: bool) -> dict[str, Any]:
     there = [p.name for p in backend.describe() if p.name != REGISTRY]
     if count > len(there):
         backend.add(free_names(there, count - len(there)), count)

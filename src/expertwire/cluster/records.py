@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import secrets
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,24 @@ def clusters_folder() -> Path:
 
 def cluster_folder(name: str) -> Path:
     return clusters_folder() / name
+
+
+@contextlib.contextmanager
+def changing(name: str) -> Generator[None]:
+    """One command at a time changes a cluster. Raises ConfigError while another one does."""
+    folder = cluster_folder(name)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"another `expertwire up` or `scale` is changing cluster {name} now; "
+                          "wait for it to end") from None
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # it holds nothing: nothing was started
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..hca.interface import Hca
 from .channel import Channel, format_address, parse_address
 from .frames import (
-    HANDSHAKE_SECONDS,
+    ACCEPT_SECONDS,
     Listener,
     connect_tcp,
     connect_unix,
@@ -36,13 +36,15 @@ class TcpListener(Listener):
 
     def __init__(
         self, host: str, port: int, token: bytes, shown: str = "",
-        handshake_seconds: float = HANDSHAKE_SECONDS, *, scheme: str = "ucx",
+        handshake_seconds: float = ACCEPT_SECONDS, *, scheme: str = "ucx",
     ):
         try:
             family, _, _, _, place = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            sock = socket.create_server(place, family=family)
+            # "::" takes IPv4, too: the address that is shown may be of either kind.
+            both = place[0] == "::" and socket.has_dualstack_ipv6()
+            sock = socket.create_server(place, family=family, dualstack_ipv6=both)
         except OSError as err:
             raise ConfigError(
                 f"cannot listen on {format_address(host, port)}: {err.strerror or err}; choose "
@@ -68,6 +70,9 @@ def listen_data(hca: str, listen: str | None, registry: str, token: bytes) -> Li
     # A wildcard is a place to listen, not one to connect to.
     wildcard = is_address(host) and ipaddress.ip_address(host).is_unspecified
     shown = local_host_towards(registry) if wildcard else ""
+    if shown and ":" in shown and ":" not in host:
+        raise ConfigError(f"--data-listen {listen} takes IPv4 only, and the registry is reached "
+                          f"with IPv6 ({shown}): use [::], or name an address")
     return TcpListener(host, port, token, shown, scheme=scheme)
 
 

@@ -51,7 +51,10 @@ from .credentials import (
 )
 from .tls import TlsSocket, client_context, connect_tls
 
-HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0  # for who connects, unless it says otherwise
+# For who accepts: longer, a peer that is starved of its processor is no bad one. A bad one holds a
+# place, and makes room when all are taken.
+ACCEPT_SECONDS = 20.0
 MAX_HANDSHAKES = 64  # accepted but not authenticated yet, per listener
 # A handshake takes milliseconds. When all places are taken, one that took this long makes room.
 SLOW_HANDSHAKE_SECONDS = 1.0
@@ -344,7 +347,7 @@ class UnixListener(Listener):
     address: printable name in the abstract namespace, random, for connect_unix.
     """
 
-    def __init__(self, token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS):
+    def __init__(self, token: bytes, handshake_seconds: float = ACCEPT_SECONDS):
         address = f"expertwire-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind("\0" + address)
@@ -354,13 +357,14 @@ class UnixListener(Listener):
         return peer_uid(sock) == os.getuid()
 
 
-def listen_unix(token: bytes, handshake_seconds: float = HANDSHAKE_SECONDS) -> UnixListener:
+def listen_unix(token: bytes, handshake_seconds: float = ACCEPT_SECONDS) -> UnixListener:
     """A listener at a fresh, unguessable abstract address."""
     return UnixListener(token, handshake_seconds)
 
 
 __all__ = [
-    "CONTROL_PROTOCOL", "HANDSHAKE_FRAME_BYTES", "HANDSHAKE_SECONDS", "MAX_FDS", "MAX_FRAME_BYTES",
+    "ACCEPT_SECONDS", "CONTROL_PROTOCOL", "HANDSHAKE_FRAME_BYTES", "HANDSHAKE_SECONDS", "MAX_FDS",
+    "MAX_FRAME_BYTES",
     "MAX_HANDSHAKES", "NONCE_BYTES", "Channel", "Listener", "UnixListener", "check_hello",
     "check_proof",
     "connect_tcp", "connect_unix", "decode_body", "encode_frame", "format_address", "frame_length",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from ..errors import ConfigError
 from .interface import Hca
+
+# Called with every software HCA that this process opens from now on: chaos plans break its path.
+on_open: list[Callable[[Hca], None]] = []
 
 
 def open_hca(name: str, **options: Any) -> Hca:
@@ -19,7 +23,10 @@ def open_hca(name: str, **options: Any) -> Hca:
     if kind == "soft":
         from .soft import SoftHca
 
-        return cast(Hca, SoftHca(**options))
+        hca = cast(Hca, SoftHca(**options))
+        for see in on_open:
+            see(hca)
+        return hca
     if name == "ucx":
         from .ucx import UcxHca
 

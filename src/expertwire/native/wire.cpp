@@ -298,10 +298,10 @@ void wire_close(ew_hca* hca) {
   hca->wire = nullptr;
 }
 
-// The worker's address, for peers. Returns its length; copies at most `room` bytes.
+// The worker's address, for peers. Returns its length; copies at most `room` bytes, `out` may be null for 0.
 EW_API int ew_wire_address(ew_hca* hca, u8* out, u32 room) {
   const std::vector<u8>& address = hca->wire->address;
-  memcpy(out, address.data(), std::min<size_t>(room, address.size()));
+  std::copy_n(address.data(), std::min<size_t>(room, address.size()), out);
   return static_cast<int>(address.size());
 }
 

@@ -74,9 +74,13 @@ def server_report(server: Server) -> dict[str, Any]:
 
 
 def client_report(client: Client) -> dict[str, Any]:
-    """`Client.stats()`, the busiest pairs of it, with sums over all pairs."""
+    """`Client.stats()`, the busiest pairs of it, with sums over all pairs.
+
+    Pairs that no message was sent over are left out: a client knows every server, and with many of
+    both the reports would be nothing but zeros.
+    """
     stats = client.stats()
-    servers = stats["servers"]
+    servers = {name: pair for name, pair in stats["servers"].items() if pair["bytes_sent"]}
     totals = {name: sum(s[name] for s in servers.values()) for name in COUNTERS}
     busiest = sorted(servers, key=lambda s: -servers[s]["bytes_sent"])[:MAX_PAIRS]
     return {"at_s": round(time.monotonic(), 3), **stats, **totals,

@@ -100,6 +100,6 @@ class ServerCounters:
     def summary(self) -> dict[str, Any]:
         """{rows, messages, bytes_sent, bytes_received, p50_us, p99_us, wait_ms: in all}."""
         p50, p99 = self.durations.percentiles_us()
-        counts = dict(zip(COUNTERS, self._words.tolist(), strict=False))
+        counts = dict(zip(COUNTERS, self._words[: len(COUNTERS)].tolist(), strict=True))
         return {**counts, "p50_us": round(p50, 1), "p99_us": round(p99, 1),
                 "wait_ms": round(self.durations.total_ns / 1e6, 3)}

@@ -1,4 +1,4 @@
-"""What the registry answers to `expertwire status`."""
+"""What the registry says of itself: to clients that watch, and to `expertwire status`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from ..observe.reports import leave_out
 
 if TYPE_CHECKING:
     from .registry import Registry
+
+
+def members_message(registry: Registry) -> dict[str, Any]:
+    """The list that clients follow."""
+    return {"type": "members", "epoch": registry.epoch, "instance": registry.instance,
+            "settling": registry.settling,
+            "servers": [m.as_dict() for m in registry.members.values()]}
 
 
 def status_message(registry: Registry, now: float) -> dict[str, Any]:

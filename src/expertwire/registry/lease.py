@@ -12,7 +12,7 @@ from typing import Any
 from ..control.frames import Channel
 from ..errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from ..observe.reports import REPORT_SECONDS, Reporter, stats_of
-from .question import ANSWER_SECONDS, PlannedExperts, plan
+from .question import ANSWER_SECONDS, LONGEST_ANSWER_SECONDS, PlannedExperts, plan
 from .thread import RegistryThread
 
 log = logging.getLogger("expertwire.registry.membership")
@@ -24,19 +24,22 @@ class Lease(RegistryThread):
     After a break it asks for the id and seat that it had, and for an epoch above what it saw.
     facts: name, address, pid, model, experts; host_id if wanted.
     stats: called for each heartbeat; a dict for JSON of at most 64 KiB.
-    on_drain: called once, from this object's thread, when the registry asks the server to leave.
+    on_drain: called once, from this object's thread, when the registry asks the server to leave
+        as soon as nobody uses it.
+    on_leave: called once, from a thread of its own, when it is to leave at once.
     on_place: called from there with (serial, experts) when the server is asked to hold others.
     """
 
     def __init__(
         self, address: str, token: bytes, facts: dict[str, Any],
         stats: Callable[[], dict[str, Any]] = dict, on_drain: Callable[[], None] | None = None,
+        on_leave: Callable[[], None] | None = None,
         on_place: Callable[[int, list[int]], None] | None = None,
     ):
         super().__init__(address, token, "expertwire-lease")
         self.facts = facts
         self._reporter = Reporter(stats, seconds=0)  # with each heartbeat
-        self._on_drain, self._on_place = on_drain, on_place
+        self._on_drain, self._on_leave, self._on_place = on_drain, on_leave, on_place
         self._listed = threading.Condition()  # guards the next three
         self._num_listed = self._listed_epoch = self._settled_epoch = 0
         self.server_id: str | None = None
@@ -70,7 +73,7 @@ class Lease(RegistryThread):
             request |= {"server_id": self.server_id, "seat": self.seat, "epoch": self.epoch,
                         "draining": self.draining}
         channel.send(request)
-        reply, _ = channel.recv(ANSWER_SECONDS)
+        reply, _ = channel.recv(self._answer_seconds)
         if reply.get("type") == "error":
             self._refused = ConfigError(f"the registry refused this server: {reply.get('reason')}")
             raise self._refused
@@ -84,10 +87,15 @@ class Lease(RegistryThread):
         self._refused = self.failure = None
         self._registered.set()
         self._note_listed(self.epoch, self.facts["experts"])
-        self._keep(channel, max(0.01, lease_seconds / 4), max(ANSWER_SECONDS, lease_seconds))
+        self._keep(channel, max(0.01, lease_seconds / 4),
+                   max(LONGEST_ANSWER_SECONDS, 2 * lease_seconds))
 
     def _keep(self, channel: Channel, pause: float, longest_silence: float) -> None:
-        """Heartbeats until the connection ends. Waits in recv, so that its end shows at once."""
+        """Heartbeats until the connection ends. Waits in recv, so that its end shows at once.
+
+        A registry that is starved of its processor answers late, and counts what it hears: hanging
+        up on it would end the membership. A machine that is gone ends the connection.
+        """
         pause = min(pause, REPORT_SECONDS)
         next_beat = time.monotonic() + pause
         unanswered_since: float | None = None
@@ -95,7 +103,7 @@ class Lease(RegistryThread):
             now = time.monotonic()
             if now >= next_beat:
                 message: dict[str, Any] = {"type": "heartbeat"}
-                if now >= self._reporter.due:
+                if now >= self._reporter.due and unanswered_since is None:
                     message["stats"] = stats_of(self._reporter)
                 channel.send(message)
                 next_beat = now + pause
@@ -115,6 +123,9 @@ class Lease(RegistryThread):
                 self.epoch = max(self.epoch, int(answer.get("epoch", 0)))
             if kind == "draining" or answer.get("draining") is True:
                 self._drain()
+            if kind == "leave" and self._on_leave is not None:
+                threading.Thread(target=self._on_leave, name="expertwire-leave").start()
+                self._on_leave = None
             self._hear_of_experts(kind, answer)
 
     # ---------------------------------------------------------------- other experts (moves.py)

@@ -14,7 +14,7 @@ from ..control.frames import Channel
 from ..errors import AuthError, ExpertwireError, ProtocolError, WaitTimeout
 from ..observe.reports import Reporter, stats_of
 from .lease import Lease
-from .question import ANSWER_SECONDS, PlannedExperts, ask, plan
+from .question import PlannedExperts, ask, plan
 from .thread import RegistryThread
 
 log = logging.getLogger("expertwire.registry.membership")
@@ -72,6 +72,7 @@ class Membership(RegistryThread):
     ):
         super().__init__(address, token, "expertwire-membership")
         self._reporter = Reporter(stats) if stats else None
+        self._reported = True  # the registry has taken the last report
         self.client_name = client_name
         self.on_change = on_change
         self._members = Members()
@@ -121,15 +122,17 @@ class Membership(RegistryThread):
                 channel.send(message, timeout=1.0)
 
     def _talk(self, channel: Channel) -> None:
+        self._reported = True
         channel.send({"type": "watch", "client": self.client_name, "epoch": self._members.epoch,
                       "seen": self._seen})
         while True:
             if not self._welcome:
-                message, _ = channel.recv(ANSWER_SECONDS)
+                message, _ = channel.recv(self._answer_seconds)
             else:
                 message = self._news(channel)
             if message.get("type") == "error":
                 raise ProtocolError(f"the registry refused: {message.get('reason')}")
+            self._reported |= message.get("type") == "reported"
             if message.get("type") != "members":
                 continue
             self._take(message)
@@ -142,15 +145,17 @@ class Membership(RegistryThread):
                     log.exception("on_change failed")
 
     def _news(self, channel: Channel) -> dict:
-        """The registry's next message; reports while waiting for it.
+        """The registry's next message; reports while waiting for it, as fast as it takes reports.
 
         No deadline: no change is no news. A vanished machine ends it (TCP keep-alive).
         """
         reporter = self._reporter
         while reporter is not None:
             try:
-                return channel.recv(max(0.001, reporter.due - time.monotonic()))[0]
+                pause = max(0.001, reporter.due - time.monotonic()) if self._reported else None
+                return channel.recv(pause)[0]
             except WaitTimeout:
+                self._reported = False
                 channel.send({"type": "client_report", "stats": stats_of(reporter)})
         return channel.recv(None)[0]
 

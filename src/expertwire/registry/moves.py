@@ -1,5 +1,6 @@
-"""The registry's part in moving experts between servers that go on serving.
+"""The registry's part in moving experts between servers that go on serving, and in letting them go.
 
+    anybody  -> turn {who}                      the only one that may `place` from now on (turn.py)
     anybody  -> place {server_id, experts}      registry -> server   place {serial, experts}
     server   -> holds {experts, serial}         registry -> server   holding {experts, epoch}
     clients  -> seen {epoch}                    registry -> server   settled {epoch}
@@ -11,6 +12,7 @@ registry routes by an older list any more. These are message handlers of registr
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +43,26 @@ class Move:
                 "reason": self.reason}
 
 
+def turn(registry: Registry, message: dict, peer: _Peer, now: float) -> dict:
+    """Only this peer may move experts, while its connection lasts. Raises ConfigError if somebody
+    else may."""
+    refuse_other_mover(registry, peer)
+    peer.mover = printable(message.get("who") or "a process that does not say its name", 80)
+    return {"type": "yours"}
+
+
+def refuse_other_mover(registry: Registry, peer: _Peer) -> None:
+    other = next((p for p in registry.peers if p.mover and p is not peer), None)
+    if other is not None:
+        raise ConfigError(
+            f"{other.mover} is moving experts since {time.monotonic() - other.since:.0f} s; two at "
+            "once would undo each other: wait until it has ended, or end it, and try again"
+        )
+
+
 def place(registry: Registry, message: dict, peer: _Peer, now: float) -> dict:
     """Asks a server to hold other experts. Raises ConfigError for one that cannot."""
+    refuse_other_mover(registry, peer)
     roster, name = registry.roster, str(message.get("server_id"))
     member = roster.members.get(name)
     if member is None:
@@ -103,6 +123,26 @@ def settle(registry: Registry, now: float) -> None:
             tell(registry, member, {"type": "settled", "epoch": member.settled_epoch})
 
 
+def drain(registry: Registry, message: dict, peer: _Peer, now: float) -> dict:
+    """Asks a server to leave when its clients have let go of it; "now": without waiting for them.
+
+    Raises ConfigError if there is no such server, or if it holds now what nobody else does.
+    """
+    name = str(message.get("server_id"))
+    member = registry.roster.drain(name)
+    if member is None:
+        raise ConfigError(f"no server {printable(name, 80)!r}; `expertwire status` lists them")
+    tell(registry, member, {"type": "draining"})
+    registry._changed()
+    if message.get("now") is True:
+        alone = without_other_holder(registry.roster, member, set(member.facts["experts"]))
+        if alone:
+            raise ConfigError(f"nobody but {member.server_id} holds expert {alone[0]}"
+                              f"{' and others' if alone[1:] else ''}; start a replica first")
+        tell(registry, member, {"type": "leave"})
+    return {"type": "drained", "server_id": member.server_id, "epoch": registry.epoch}
+
+
 def tell(registry: Registry, member: Member, message: dict) -> None:
     for peer in registry.peers:
         if peer.member is member:
@@ -126,4 +166,4 @@ def without_other_holder(roster: Roster, member: Member, experts: set[int]) -> l
     return sorted(experts - others)
 
 
-HANDLERS = {"place": place, "holds": holds, "seen": seen}
+HANDLERS = {"turn": turn, "place": place, "holds": holds, "seen": seen, "drain": drain}

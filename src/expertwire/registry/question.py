@@ -11,6 +11,7 @@ from ..errors import ConfigError, ProtocolError, WaitTimeout
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts to reach the registry
 ANSWER_SECONDS = 5.0  # how long the registry may take for an answer
+LONGEST_ANSWER_SECONDS = 20.0  # for those who ask again and again
 
 
 class PlannedExperts(list[int]):
@@ -31,7 +32,7 @@ def plan(
     channel = _connect_patiently(address, token, timeout)
     try:
         request = {"type": "plan", "model": model, "num_servers": num_servers}
-        reply = _question(channel, address, request, ANSWER_SECONDS)
+        reply = question(channel, address, request, ANSWER_SECONDS)
         planned = PlannedExperts(int(e) for e in reply["experts"])
     except BaseException:
         channel.close()
@@ -52,7 +53,8 @@ def _connect_patiently(address: str, token: bytes, timeout: float) -> Channel:
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def _question(channel: Channel, address: str, message: dict, timeout: float) -> dict:
+def question(channel: Channel, address: str, message: dict, timeout: float) -> dict:
+    """One question over a connection that stays open; errors as for `ask`."""
     try:
         channel.send(message, timeout=timeout)
         reply, _ = channel.recv(timeout)
@@ -73,6 +75,6 @@ def ask(address: str, token: bytes, message: dict, timeout: float = ANSWER_SECON
     WaitTimeout, AuthError, ProtocolError."""
     channel = connect_tcp(address, token, timeout)
     try:
-        return _question(channel, address, message, timeout)
+        return question(channel, address, message, timeout)
     finally:
         channel.close()

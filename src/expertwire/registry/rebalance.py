@@ -8,6 +8,7 @@ already is preferred up to a fair load, so that few weights move.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,8 @@ from typing import Any
 from ..control.frames import load_token
 from ..errors import ConfigError
 from ..observe.status_tables import expert_ranges
-from .question import ask
+from .question import ask as ask_once
+from .turn import Turn
 
 STAY_SHARE = 0.05  # a server may get so much more than the mean load by what it holds already
 
@@ -135,20 +137,33 @@ def run_rebalance(
     """Measures for `seconds` (0: since each server's start), plans, and applies unless dry_run.
 
     places: experts that each server has room for; default: what it says (`serve --room`), or as
-    many as it holds. Raises ConfigError if there is no server, or the experts do not fit;
-    WaitTimeout if servers need more than `timeout` seconds for it.
+    many as it holds. Raises ConfigError if there is no server, the experts do not fit, or somebody
+    else is moving experts; WaitTimeout if servers need more than `timeout` seconds for it, or the
+    registry goes away.
     """
+    token = load_token(create=False)
+    if dry_run:
+        ask = functools.partial(ask_once, registry, token)
+        return _rebalance(ask, None, seconds, places, quiet, sleep)
+    with Turn(registry, token, sleep=sleep) as turn:  # what is measured now is what will be moved
+        return _rebalance(turn.ask, timeout, seconds, places, quiet, sleep)
+
+
+def _rebalance(
+    ask: Callable[[dict], dict], timeout: float | None, seconds: float, places: int | None,
+    quiet: bool, sleep: Callable[[float], None],
+) -> dict[str, Any]:
+    """timeout: for moving the experts; None: they are not moved."""
     from .rebalance_apply import apply_plan
 
-    token = load_token(create=False)
-    first = ask(registry, token, {"type": "status"})
+    first = ask({"type": "status"})
     if seconds > 0:
         # Statistics come with heartbeats, four in a lease.
         sleep(seconds + first["lease_seconds"] / 4)
-    last = ask(registry, token, {"type": "status"}) if seconds > 0 else first
+    last = ask({"type": "status"}) if seconds > 0 else first
     servers = [s for s in last["servers"] if not s["draining"]]
     if not servers:
-        raise ConfigError(f"the registry at {registry} knows no server that stays")
+        raise ConfigError("the registry knows no server that stays")
     num_experts = servers[0]["model"]["num_experts"]
     rows = measured_rows(servers, num_experts)
     if seconds > 0:
@@ -164,8 +179,8 @@ def run_rebalance(
         for line in plan_lines(plan):
             print(line)
     result = {**plan.as_dict(), "rows": rows}
-    if not dry_run:
-        done = apply_plan(registry, token, plan, room, timeout=timeout, sleep=sleep,
+    if timeout is not None:
+        done = apply_plan(ask, plan, room, timeout=timeout, sleep=sleep,
                           say=(lambda _: None) if quiet else print)
         result["applied"] = done.as_dict()
         if not quiet:

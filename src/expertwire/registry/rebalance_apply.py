@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError, ExpertwireError, WaitTimeout
+from ..errors import ConfigError, WaitTimeout
 from ..observe.status_tables import expert_ranges
-from .question import ask
 from .rebalance import Rebalance
 
 LOOK_SECONDS = 0.1
+Ask = Callable[[dict], dict]  # a question to the registry -> its answer
 
 
 @dataclass
@@ -70,19 +70,19 @@ def removals(
 
 
 def apply_plan(
-    registry: str, token: bytes, plan: Rebalance, room: Mapping[str, int], *, timeout: float,
+    ask: Ask, plan: Rebalance, room: Mapping[str, int], *, timeout: float,
     say: Callable[[str], None] = lambda _: None, sleep: Callable[[float], None] = time.sleep,
 ) -> Applied:
-    """Carries out a plan. room: server -> experts it has room for.
+    """Carries out a plan. ask: `Turn.ask`. room: server -> experts it has room for.
 
     A server that fails or vanishes takes no further part; the others go on, and keep what it
-    should have taken. Raises WaitTimeout if `timeout` seconds are over first.
+    should have taken. Raises what `ask` does, and WaitTimeout after `timeout` seconds.
     """
     start = time.monotonic()
     deadline, result = start + timeout, Applied()
     target = {name: set(experts) for name, experts in plan.experts.items()}
     while True:
-        held, draining = _held(registry, token)
+        held, draining = _held(ask)
         for name in [n for n in target if n not in held or n in draining]:
             result.failed[name] = "it left while experts were moved"
             del target[name]
@@ -94,17 +94,15 @@ def apply_plan(
         for name, experts in changes.items():
             say(_line(name, staying[name], experts))
             try:
-                answer = ask(registry, token, {
-                    "type": "place", "server_id": name, "experts": sorted(experts),
-                })
+                answer = ask({"type": "place", "server_id": name, "experts": sorted(experts)})
                 serials[name] = answer["serial"]
             except ConfigError as err:
                 result.failed[name] = str(err)
                 del target[name]
-        for name, why in _wait(registry, token, serials, deadline, sleep).items():
+        for name, why in _wait(ask, serials, deadline, sleep).items():
             result.failed[name] = why
             target.pop(name, None)
-        after, _ = _held(registry, token)
+        after, _ = _held(ask)
         for name in changes:
             result.num_added += len(after.get(name, staying[name]) - staying[name])
             result.num_removed += len(staying[name] - after.get(name, staying[name]))
@@ -118,28 +116,21 @@ def _line(name: str, before: set[int], after: set[int]) -> str:
     return f"{name} {', '.join(parts)}"
 
 
-def _held(registry: str, token: bytes) -> tuple[dict[str, set[int]], set[str]]:
+def _held(ask: Ask) -> tuple[dict[str, set[int]], set[str]]:
     """(server -> experts, those that are draining)."""
-    servers = ask(registry, token, {"type": "status"})["servers"]
+    servers = ask({"type": "status"})["servers"]
     return ({s["server_id"]: set(s["experts"]) for s in servers},
             {s["server_id"] for s in servers if s["draining"]})
 
 
 def _wait(
-    registry: str, token: bytes, serials: Mapping[str, int], deadline: float,
-    sleep: Callable[[float], None],
+    ask: Ask, serials: Mapping[str, int], deadline: float, sleep: Callable[[float], None],
 ) -> dict[str, str]:
     """Until all have done what they were asked to; server -> reason for those that have not."""
     failed: dict[str, str] = {}
     open_ = dict(serials)
     while open_:
-        try:
-            servers = ask(registry, token, {"type": "status"})["servers"]
-        except ExpertwireError:  # it may be restarting; members come back
-            if time.monotonic() > deadline:
-                raise
-            sleep(LOOK_SECONDS)
-            continue
+        servers = ask({"type": "status"})["servers"]
         states = {s["server_id"]: s for s in servers}
         for name, serial in list(open_.items()):
             server = states.get(name)

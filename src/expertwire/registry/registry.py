@@ -24,7 +24,7 @@ from ..control.credentials import printable
 from ..errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from ..observe.reports import with_rates
 from . import moves
-from .facts import status_message
+from .facts import members_message, status_message
 from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry.registry")
@@ -34,8 +34,10 @@ SPARE_FDS = 64  # of the process' limit, for everything that is not a connection
 MAX_HANDSHAKES = 512  # connected but not authenticated yet
 # A connection that neither watches nor registers has this long for its next question.
 IDLE_SECONDS = 60.0
-# Changes that come together go out together.
+# Changes that come together go out together, and lists are sent to all watchers no faster than they
+# can be read: a server more is a list more for every client, and lists grow with the servers.
 BROADCAST_SECONDS = 0.002
+BROADCAST_BYTES_PER_SECOND = 20e6
 # After a start, servers of a registry that ran here before need this long to come back: longer
 # than the longest pause between their attempts (membership.LONGEST_PAUSE).
 SETTLE_SECONDS = 5.0
@@ -53,6 +55,7 @@ class _Peer:
         self.seen = 0  # epoch of the oldest list that the client still routes by
         self.member: Member | None = None
         self.plan: Plan | None = None
+        self.mover = ""  # who it is, if it is the one that moves experts
 
 
 class Registry:
@@ -79,7 +82,7 @@ class Registry:
         self, listen: str = "127.0.0.1:0", *, token: bytes | None = None,
         lease_seconds: float = 10.0, state_path: str | Path | None = None,
         settle_seconds: float = SETTLE_SECONDS, max_connections: int | None = None,
-        handshake_seconds: float = control.HANDSHAKE_SECONDS, tls_cert: str | None = None,
+        handshake_seconds: float = control.ACCEPT_SECONDS, tls_cert: str | None = None,
         tls_key: str | None = None,
     ):
         self._host, self._port = control.parse_address(listen)
@@ -97,6 +100,7 @@ class Registry:
         self.address = ""
         self.peers: dict[_Peer, None] = {}
         self._broadcast_due = self._settle_due = False
+        self._next_broadcast = 0.0  # not before this time of the loop
         self.started_at = time.monotonic()
         self.loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -283,8 +287,9 @@ class Registry:
             member.stats = with_rates(check_stats(message["stats"]), member.stats)
         return {"type": "alive", "epoch": self.epoch, "draining": member.draining}
 
-    def _client_report(self, message: dict, peer: _Peer, now: float) -> None:
+    def _client_report(self, message: dict, peer: _Peer, now: float) -> dict:
         peer.stats = with_rates(check_stats(message.get("stats")), peer.stats)
+        return {"type": "reported"}
 
     def _leave(self, message: dict, peer: _Peer, now: float) -> dict:
         self._forget(peer, "it left")
@@ -295,19 +300,10 @@ class Registry:
         moves.seen(self, {"epoch": message.get("seen")}, peer, now)  # from before a break
         if self.roster.saw_epoch(message.get("epoch")):
             self._changed()
-        return self._members_message()
+        return members_message(self)
 
     def _report(self, message: dict, peer: _Peer, now: float) -> None:
         self.roster.report(str(message.get("server_id")), str(message.get("what", "")))
-
-    def _drain(self, message: dict, peer: _Peer, now: float) -> dict:
-        name = str(message.get("server_id"))
-        member = self.roster.drain(name)
-        if member is None:
-            raise ConfigError(f"no server {printable(name, 80)!r}; `expertwire status` lists them")
-        moves.tell(self, member, {"type": "draining"})
-        self._changed()
-        return {"type": "drained", "server_id": member.server_id, "epoch": self.epoch}
 
     def _plan(self, message: dict, peer: _Peer, now: float) -> dict:
         self._end_plan(peer)
@@ -319,7 +315,7 @@ class Registry:
 
     _handlers: dict[str, Any] = {  # noqa: RUF012 (a table of methods, never changed)
         "register": _register, "heartbeat": _heartbeat, "leave": _leave, "watch": _watch,
-        "report": _report, "drain": _drain, "plan": _plan, "status": _status, **moves.HANDLERS,
+        "report": _report, "plan": _plan, "status": _status, **moves.HANDLERS,
         "client_report": _client_report,
     }
 
@@ -339,7 +335,8 @@ class Registry:
     def _changed(self) -> None:
         if not self._broadcast_due and self.loop is not None:
             self._broadcast_due = True
-            self.loop.call_later(BROADCAST_SECONDS, self._broadcast)
+            pause = max(BROADCAST_SECONDS, self._next_broadcast - self.loop.time())
+            self.loop.call_later(pause, self._broadcast)
 
     @property
     def settling(self) -> bool:
@@ -358,20 +355,17 @@ class Registry:
 
     def _broadcast(self) -> None:
         self._broadcast_due = False
-        frame = control.encode_frame(self._members_message())
-        for peer in list(self.peers):
-            if peer.watching is None:
-                continue
+        assert self.loop is not None
+        frame = control.encode_frame(members_message(self))
+        watchers = [peer for peer in self.peers if peer.watching is not None]
+        seconds = len(frame) * len(watchers) / BROADCAST_BYTES_PER_SECOND
+        self._next_broadcast = self.loop.time() + seconds
+        for peer in watchers:
             # A watcher that does not read must not hold the others: drop it, it will reconnect.
             if peer.writer.transport.get_write_buffer_size() > 4 * control.MAX_FRAME_BYTES:
                 peer.writer.transport.abort()
             else:
                 peer.writer.write(frame)
-
-    def _members_message(self) -> dict:
-        return {"type": "members", "epoch": self.epoch, "instance": self.instance,
-                "settling": self.settling,
-                "servers": [m.as_dict() for m in self.members.values()]}
 
     async def _keep_leases(self) -> None:
         pause = self.lease_seconds / 8

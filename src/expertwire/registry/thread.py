@@ -9,7 +9,7 @@ import threading
 
 from ..control.frames import Channel, connect_tcp, parse_address
 from ..errors import AuthError, ExpertwireError, ProtocolError
-from .question import ANSWER_SECONDS, FIRST_PAUSE, LONGEST_PAUSE
+from .question import ANSWER_SECONDS, FIRST_PAUSE, LONGEST_ANSWER_SECONDS, LONGEST_PAUSE
 
 log = logging.getLogger("expertwire.registry.membership")
 
@@ -24,6 +24,7 @@ class RegistryThread:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._channel: Channel | None = None
+        self._answer_seconds = ANSWER_SECONDS  # more after every attempt that failed
         self._welcome = False  # the registry took us in since the last attempt
         self._was_welcome = False  # ever
         self._last_words = ""
@@ -44,11 +45,14 @@ class RegistryThread:
                 self._note(ProtocolError(f"{type(err).__name__}: {err}"))
             # A registry that accepts and then refuses at once is not hammered either.
             pause = FIRST_PAUSE if self._welcome else min(pause * 2, LONGEST_PAUSE)
+            # It may be there, and slow: with as much time again, many would never be taken in.
+            self._answer_seconds = ANSWER_SECONDS if self._welcome else min(
+                self._answer_seconds * 2, LONGEST_ANSWER_SECONDS)
             # Many that lost the same registry do not come back at the same moment.
             self._stop.wait(pause * random.uniform(0.5, 1.0))
 
     def _attempt(self) -> None:
-        channel = connect_tcp(self.address, self._token, ANSWER_SECONDS, self._stop)
+        channel = connect_tcp(self.address, self._token, self._answer_seconds, self._stop)
         try:
             with self._lock:
                 if self._stop.is_set():

@@ -90,7 +90,7 @@ class Batcher:
         self._counted = ([], np.zeros((0, 0), np.int64), np.zeros(self.num_experts, np.int64))
         self.links: list[tuple[ClientLink, int]] = []  # (client, slot index) of each slot
         self.slots = (ServerSlot * 1)()
-        self.num_slots = 0
+        self.num_clients = self.num_slots = 0
         self._found = (ctypes.c_uint32 * 5)()  # num_messages, num_rows, num_pairs, layer, data type
         self._poll = ServerPollArgs(
             model=ServerModel(
@@ -131,14 +131,15 @@ class Batcher:
 
     def set_clients(self, clients: Sequence[ClientLink]) -> None:
         """Rebuilds the slot table; what was already taken from a slot stays known."""
-        for entry, (link, slot_idx) in zip(self.slots, self.links, strict=False):
-            link.last_seq[slot_idx] = entry.last_seq
-            link.previous_reply_seq[slot_idx] = entry.previous_reply_seq
+        known = dict(zip(self.links, self.slots, strict=False))
         self.links = [(link, i) for link in clients for i in range(link.shape.num_slots)]
-        self.num_slots = len(self.links)
+        self.num_clients, self.num_slots = len(clients), len(self.links)
         self.slots = (ServerSlot * max(self.num_slots, 1))()
-        for entry, (link, slot_idx) in zip(self.slots, self.links, strict=False):
-            link.fill_slot(entry, slot_idx)
+        for i, (link, slot_idx) in enumerate(self.links):
+            if entry := known.get((link, slot_idx)):
+                self.slots[i] = entry
+            else:
+                link.fill_slot(self.slots[i], slot_idx)
         self._notify = (c_void_p * max(self.num_slots, 1))(
             *[link.endpoint.peer_pointer if link.endpoint else 0 for link, _ in self.links]
         )

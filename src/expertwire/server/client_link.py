@@ -31,8 +31,6 @@ class ClientLink:
         self.shape = shape
         self.channel = channel
         self.endpoint: Endpoint | None = None
-        self.last_seq = [0] * shape.num_slots
-        self.previous_reply_seq = [0] * shape.num_slots
         self.wanted_bytes = Pace.of(shape).window_bytes
         self.credit = 0  # what it was told last
         self.num_refused = 0
@@ -48,7 +46,7 @@ class ClientLink:
             self.channel.send({"type": "credit", "credit": credit}, timeout=0.05)
 
     def fill_slot(self, entry: ServerSlot, slot_idx: int) -> None:
-        """Writes the device's view of one slot."""
+        """Writes the device's view of one slot that nothing has come in yet."""
         end, shape = self.endpoint, self.shape
         assert end is not None and end.remote is not None
         entry.recv_addr = end.recv.addr + slot_idx * shape.request_slot_bytes
@@ -59,8 +57,6 @@ class ClientLink:
         entry.reply_slot_bytes = shape.reply_slot_bytes
         entry.remote_reply_addr = end.remote.addr + offset
         entry.peer = end.peer_addr
-        entry.last_seq = self.last_seq[slot_idx]
-        entry.previous_reply_seq = self.previous_reply_seq[slot_idx]
         entry.client_id, entry.open = self.client_id, 1
         entry.max_rows, entry.max_pairs = shape.max_rows, shape.max_reply_rows
         entry.slot_idx, entry.signal_mode = slot_idx, self.signal_mode

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("expertwire.server.server")
 
-HANDSHAKE_SECONDS = 5.0
+REQUEST_SECONDS = 10.0  # for a client's request, once it has proved itself
 CLOSE_SECONDS = 4.0
 
 
@@ -149,11 +149,10 @@ class Server:
                 "model": self.model, "experts": [int(e) for e in self.shard.experts],
                 "room": self.config.room,
             },
-            stats=self.stats, on_drain=self._drain, on_place=self.mover.place,
+            stats=self.stats, on_drain=self._drain, on_leave=self.close, on_place=self.mover.place,
         )
-        for target in (self._accept_loop, self._data_loop, self._watch_loop):
-            thread = threading.Thread(target=target, name=f"expertwire{target.__name__}")
-            thread.daemon = True
+        for work in (self._accept_loop, self._data_loop, self._watch_loop):
+            thread = threading.Thread(target=work, name=f"expertwire{work.__name__}", daemon=True)
             self._threads.append(thread)
             thread.start()
         return self
@@ -298,7 +297,7 @@ class Server:
         try:
             link = admit(
                 self.hca, channel, model=self.model, server_id=self.server_id, config=self.config,
-                timeout=HANDSHAKE_SECONDS, others=self._clients,
+                timeout=REQUEST_SECONDS, others=self._clients,
             )
             self._post(lambda: self._add(link))
             self._to_watch.append(link)
@@ -355,7 +354,6 @@ class Server:
 
     def _add(self, link: ClientLink) -> None:
         self._clients.append(link)
-        self._clients_changed()
 
     def _clients_changed(self) -> None:
         self.batcher.set_clients(self._clients)
@@ -392,6 +390,8 @@ class Server:
     def _serve_once(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
+        if len(self._clients) != self.batcher.num_clients:  # one table for all that come together
+            self._clients_changed()
         broken = self.batcher.serve(
             self.hca, self.lease.epoch, self.lease.seat, int(self.config.idle_timeout * 1e9)
         )
