@@ -1,9 +1,9 @@
 """Predicted against measured: calibrates on one configuration and predicts others.
 
-    python bench/plan_check.py [--repeats 25] [--json]
+    python bench/plan_check.py [--repeats 8] [--json]
 
 Calibration: one model, one server, one client, four numbers of tokens, from a trace as
-`expertwire plan --trace` reads it; and one size with two servers, for how they share the cores.
+`expertwire plan --trace` reads it; and two sizes with two servers, for how they share the cores.
 Predicted, and measured in the same rounds: other numbers of tokens, two servers, two
 clients. Servers are in processes of their own; all times are lower deciles. Ends with the
 largest error; the aim is 25 %.
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import secrets
 import statistics
 import subprocess
@@ -39,8 +40,8 @@ MODELS = {  # experts, top-k, hidden, middle
     "A": (16, 4, 128, 128),
 }
 CALIBRATED = (1, 4, 16, 64)
-ROUNDS = 4
-TWO_SERVERS = 16  # tokens of the one size that says how two servers share the machine
+ROUNDS = 8
+TWO_SERVERS = (4, 16)  # tokens of the sizes that say how two servers share the machine
 QUANTILE = 0.1
 CASES = [  # model, servers, clients, tokens
     *(("A", 1, 1, tokens) for tokens in (1, 2, 8, 32, 128)),
@@ -87,6 +88,37 @@ def batches(name: str, tokens: int, count: int, seed: int) -> list[tuple[torch.T
 def quantile(times: list[float]) -> float:
     """The lower decile: what a machine shows when others leave it alone."""
     return statistics.quantiles(times, n=10)[0]
+
+
+class Others:
+    """How many CPUs work that is none of ours has taken, since this object was made."""
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._own = time.monotonic(), self._all(), self._ours()
+
+    @staticmethod
+    def _all() -> float:
+        """CPU seconds of everybody: user, nice, system, irq, softirq, steal (proc(5))."""
+        fields = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+        return sum(fields[i] for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
+
+    @staticmethod
+    def _ours() -> float:
+        """CPU seconds of this process and the servers, which are its children."""
+        ticks = 0
+        for pid in (os.getpid(), *_children()):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def cpus(self) -> float:
+        spent = self._all() - self._busy - (self._ours() - self._own)
+        return max(0.0, spent) / (time.monotonic() - self._began)
+
+
+def _children() -> list[int]:
+    started = Path(f"/proc/self/task/{os.getpid()}/children")  # by the main thread
+    return [int(pid) for pid in started.read_text().split()]
 
 
 def layer_us(clients: list[Client], name: str, tokens: int, repeats: int) -> list[float]:
@@ -162,33 +194,42 @@ class Rigs(contextlib.ExitStack):
                 client.wait_ready(10)
 
 
-def calibrate(file: Path, two_servers_us: float) -> Costs:
-    """From the trace of one server; and how much two slow each other down, from one size."""
+def calibrate(file: Path, two_servers: dict[int, float]) -> Costs:
+    """From the trace of one server; and how much two slow each other down: their sizes' mean.
+
+    two_servers: tokens -> us of a layer.
+    """
     work = workload("A", 1)
     samples = samples_of_trace(load_trace(file), work.num_experts, QUANTILE)
     costs = fit_costs(samples, work.expert_bytes, work.pair_flops, work.top_k / work.num_experts)
-    alone = predict(workload("A", TWO_SERVERS), 2, costs)
-    spent = two_servers_us - (alone.layer_us - alone.experts_us)  # in the experts
-    return dataclasses.replace(costs, parallel=min(1.0, max(0.2, alone.experts_us / spent)))
+    speeds = []
+    for tokens, measured_us in two_servers.items():
+        alone = predict(workload("A", tokens), 2, costs)
+        served = alone.experts_us + min(costs.server_us, costs.trip_us)
+        spent = measured_us - (alone.layer_us - served)  # with both servers at work
+        speeds.append(min(1.0, max(0.1, served / max(spent, 1e-3))))
+    return dataclasses.replace(costs, parallel=statistics.mean(speeds),
+                               cores=len(os.sched_getaffinity(0)))
 
 
 def check(
     clients_of: dict[tuple[str, int], list[Client]], file: Path, repeats: int
-) -> tuple[list[dict[str, Any]], Costs]:
+) -> tuple[list[dict[str, Any]], Costs, float]:
     """In rounds, so that what else the machine does meets calibration and cases alike."""
     first = clients_of["A", 1][0]  # its server writes the trace, too
     layer_us([first], "A", 16, 10)
-    times: dict[tuple, list[float]] = {case: [] for case in CASES}
-    two_servers = []
+    calibrated = [("A", 2, 1, tokens) for tokens in TWO_SERVERS]
+    times: dict[tuple, list[float]] = {case: [] for case in (*CASES, *calibrated)}
+    others, order = Others(), random.Random(0)
     for _ in range(ROUNDS):
         with trace.tracing(file, name="client"):
             for tokens in CALIBRATED:
                 layer_us([first], "A", tokens, repeats)
-        two_servers += layer_us(clients_of["A", 2][:1], "A", TWO_SERVERS, repeats)
-        for case in CASES:
+        for case in order.sample(list(times), len(times)):  # none is always after the same one
             model, servers, clients, tokens = case
             times[case] += layer_us(clients_of[model, servers][:clients], model, tokens, repeats)
-    costs = calibrate(file, quantile(two_servers))
+    busy_elsewhere = others.cpus()
+    costs = calibrate(file, {case[3]: quantile(times[case]) for case in calibrated})
     rows = []
     for model, servers, clients, tokens in CASES:
         measured = quantile(times[model, servers, clients, tokens])
@@ -198,7 +239,7 @@ def check(
             "predicted_us": round(expected, 1), "measured_us": round(measured, 1),
             "error": round(expected / measured - 1, 3),
         })
-    return rows, costs
+    return rows, costs, busy_elsewhere
 
 
 def run(repeats: int) -> dict[str, Any]:
@@ -208,14 +249,15 @@ def run(repeats: int) -> dict[str, Any]:
         paths = {model: make_model(model, folder) for model in MODELS}
         file = folder / "trace.json"
         with Rigs(paths, file) as rigs:
-            rows, costs = check(rigs.clients, file, repeats)
+            rows, costs, others = check(rigs.clients, file, repeats)
     return {"costs": vars(costs), "cases": rows, "cores": os.cpu_count(),
+            "busy_elsewhere": round(others, 2),
             "largest_error": max(abs(row["error"]) for row in rows)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=10, help="layers measured per case")
+    parser.add_argument("--repeats", type=int, default=8, help="layers measured per case")
     parser.add_argument("--json", action="store_true", help="only the JSON line, no table")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -230,6 +272,7 @@ def main() -> None:
             print(f"{row['model']:>6}{row['servers']:>9}{row['clients']:>9}{row['tokens']:>8}"
                   f"{row['predicted_us']:>14.0f}{row['measured_us']:>13.0f}"
                   f"{100 * row['error']:>7.0f}%")
+        print(f"other work took {facts['busy_elsewhere']:.1f} of {facts['cores']} CPUs meanwhile")
     print(json.dumps(facts))
 
 

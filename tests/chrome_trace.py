@@ -50,9 +50,13 @@ def check(events: list[dict[str, Any]]) -> None:
 
 
 def check_nesting(slices: list[dict]) -> None:
-    """Slices of one track lie in or after each other: a viewer drops what overlaps."""
+    """Slices of one track lie in or after each other: a viewer drops what overlaps.
+
+    It takes them as they come: of two that begin together the outer one is the first.
+    """
+    assert slices == sorted(slices, key=lambda e: (e["ts"], -e["dur"]))
     open_ends: list[float] = []
-    for e in sorted(slices, key=lambda e: (e["ts"], -e["dur"])):
+    for e in slices:
         while open_ends and open_ends[-1] <= e["ts"] + SLACK_US:
             open_ends.pop()
         end = e["ts"] + e["dur"]
@@ -62,7 +66,7 @@ def check_nesting(slices: list[dict]) -> None:
 
 
 def check_flow(steps: list[dict], tracks: dict[tuple[int, int], list[dict]]) -> None:
-    """One beginning, one end, forward in time, each end inside a slice."""
+    """One beginning, one end, forward in time, each inside of a slice."""
     assert [s["ph"] for s in steps] == ["s", *["t"] * (len(steps) - 2), "f"]
     for before, after in itertools.pairwise(steps):
         assert before["ts"] <= after["ts"]

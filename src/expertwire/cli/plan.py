@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -21,7 +22,10 @@ def plan(
     model: Annotated[str, typer.Argument(help="folder with the model's config.json")],
     tokens: Annotated[int, typer.Option("--tokens-per-step", min=1, help="of each client")] = 1,
     clients: Annotated[int, typer.Option(min=1, max=100_000, help="attention clients")] = 1,
-    device: Annotated[str, typer.Option(help="where the experts are: cpu or h200")] = "cpu",
+    device: Annotated[str, typer.Option(help="where the experts are: cpu, h200, or "
+                                 "h200-nvlink: on other GPUs of the host")] = "cpu",
+    cores: Annotated[int | None, typer.Option(min=1, help="CPUs that all servers and clients "
+                                              "share; default: each has its own")] = None,
     links: Annotated[str | None, typer.Option(help="RATE:LATENCY, as 400Gbit:3us; default: memory "
                                               "of one host")] = None,
     trace: Annotated[str | None, typer.Option(help="costs from this trace, not the device's")]
@@ -43,6 +47,8 @@ def plan(
 
     work = workload(model, tokens=tokens, clients=clients, attention_us=attention_us)
     costs = costs_of(device, trace, work)
+    if cores is not None:
+        costs = dataclasses.replace(costs, cores=cores)
     if links is not None:
         costs = with_link(costs, *parse_link(links))
     shares = read_loads(loads, work.num_experts) if loads else zipf_loads(work.num_experts, skew)

@@ -83,14 +83,14 @@ class Probe:
         except subprocess.TimeoutExpired:
             self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: left to it
-                out, _ = self._process.communicate(timeout=0.1)
-                return {"late": True, **self._reached(out)}
+                said = self._said(self._process.communicate(timeout=0.1)[0])
+                if said and "reached" not in said:
+                    return said  # it had found out, and was only about to end
+                return {"late": True, **said}
             return {"late": True}
-        if self._process.returncode == 0:
-            try:
-                return json.loads(out.splitlines()[-1])
-            except (ValueError, IndexError):
-                pass
+        said = self._said(out)
+        if self._process.returncode == 0 and said:
+            return said
         if self._process.returncode < 0:  # what it said until then is not why
             return {"error": f"the check crashed ({signal_name(-self._process.returncode)})"}
         words = (err.strip() or out.strip() or "it said nothing").splitlines()[-1][:300]
@@ -102,9 +102,10 @@ class Probe:
         self._process.kill()
 
     @staticmethod
-    def _reached(out: str) -> dict[str, Any]:
+    def _said(out: str) -> dict[str, Any]:
+        """The object in its last line."""
         with contextlib.suppress(ValueError, IndexError):
-            return {"reached": json.loads(out.splitlines()[-1])["reached"]}
+            return json.loads(out.splitlines()[-1])
         return {}
 
 

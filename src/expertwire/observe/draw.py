@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 # Okabe-Ito, readable with colour-blindness.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A900", "#8C8C8C",
-           "#6A3D9A", "#5D4037")
+           "#6A3D9A", "#5D4037", "#333F48")
 NOTHING = "between stages"  # has a colour of its own, and does not look like work
 NOTHING_COLOUR = "#A3AAB8"
 WIDTH, LEFT, RIGHT, TOP = 1200, 170, 50, 92

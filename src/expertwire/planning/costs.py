@@ -33,7 +33,18 @@ class Costs:
     weight_bytes_per_us: float
     flops_per_us: float
     overlaps: bool  # weights are read while others are used: the longer of both counts (a GPU)
-    parallel: float = 1.0  # speed of each server when two work at once on one machine
+    parallel: float = 1.0  # speed of each of two processes that work at once on shared CPUs
+    cores: float = math.inf  # CPUs that all servers and clients share; inf: each has its own
+
+    def shared(self, working: int) -> float:
+        """How much longer each of so many processes takes that work at once.
+
+        Two CPUs may be threads of one core, or share its memory: `parallel`. More than there are
+        CPUs take turns.
+        """
+        if working <= 1 or math.isinf(self.cores):
+            return 1.0
+        return max(1.0, working / self.cores) / self.parallel
 
     def experts_us(
         self, busy: float, pairs: float, expert_bytes: float, pair_flops: float
@@ -48,10 +59,13 @@ class Costs:
 # One H200: fitted to the tables "One GPU: MoE layers" of docs/performance.md at 1 and 512 rows.
 H200 = Costs(trip_us=54.0, server_us=25.0, trip_bytes_per_us=177_000.0, batch_us=20.6,
              expert_us=0.0, weight_bytes_per_us=4_418_000.0, flops_per_us=500e6, overlaps=True)
-# Two cores of a shared virtual machine: rough, set by hand near what bench/plan_check.py saw.
+# Two H200s joined by NVLink: fitted to the bf16 rows of "Clients and servers on several GPUs".
+H200_NVLINK = dataclasses.replace(H200, trip_us=40.0, trip_bytes_per_us=130_000.0)
+# Two CPUs, threads of one core, of a shared virtual machine: rough, set by hand near what
+# bench/plan_check.py saw.
 CPU = Costs(trip_us=105.0, server_us=60.0, trip_bytes_per_us=4000.0, batch_us=60.0, expert_us=12.0,
-            weight_bytes_per_us=9000.0, flops_per_us=40e3, overlaps=False, parallel=0.7)
-DEVICES = {"h200": H200, "cpu": CPU}
+            weight_bytes_per_us=9000.0, flops_per_us=40e3, overlaps=False, parallel=0.6)
+DEVICES = {"h200": H200, "h200-nvlink": H200_NVLINK, "cpu": CPU}
 
 
 def parse_link(text: str) -> tuple[float, float]:
@@ -102,7 +116,6 @@ def fit_nonnegative(columns: np.ndarray, times: Sequence[float]) -> np.ndarray:
 
 def fit_costs(
     samples: Sequence[dict[str, float]], expert_bytes: float, pair_flops: float, chance: float,
-    parallel: float = 1.0,
 ) -> Costs:
     """Costs of measured messages, each alone on its way to one server.
 
@@ -128,7 +141,6 @@ def fit_costs(
         batch_us=float(experts[0]), expert_us=0.0,
         weight_bytes_per_us=expert_bytes / experts[1] if experts[1] > 0 else endless,
         flops_per_us=pair_flops / experts[2] if experts[2] > 0 else endless, overlaps=False,
-        parallel=parallel,
     )
 
 

@@ -98,32 +98,39 @@ def predict(work: Workload, servers: int, costs: Costs, imbalance: float = 1.0) 
     pairs = work.tokens * work.top_k / servers * imbalance
     count = message_bytes(work, rows, pairs)
     chance = work.top_k / work.num_experts
-    slower = 1.0 if servers == 1 else 1 / costs.parallel
+    fixed = min(costs.server_us, costs.trip_us)  # the server's part of a trip
+    slower = costs.shared(servers)
+    # A message's time on its way. All of a client's pass through its own memory and link, and all
+    # clients' messages for a server through the server's: the longer of both counts.
+    passing = count / costs.trip_bytes_per_us
+    own, behind = servers * passing, max(0, work.clients - servers) * passing
 
     def served_us(clients: float) -> float:
         """Of a batch with the messages of so many clients."""
         busy = busy_experts(held, chance, work.tokens * clients)
-        return min(costs.server_us, costs.trip_us) + slower * costs.experts_us(
-            busy, pairs * clients, work.expert_bytes, work.pair_flops)
+        return slower * (fixed + costs.experts_us(busy, pairs * clients, work.expert_bytes,
+                                                  work.pair_flops))
 
     alone, together = served_us(1), served_us(work.clients)
-    another = served_us(2e6) - served_us(1e6)  # what one more of many clients adds, times a million
-    # All messages of a client pass through its own link and memory.
-    trip = costs.trip_us + servers * count / costs.trip_bytes_per_us
-    think = work.attention_us + trip - min(costs.server_us, costs.trip_us)
-    layer = think + together
+    client = work.attention_us + costs.trip_us - fixed + own
+    think = costs.shared(work.clients) * client
+    # What one more of many clients adds, times a million: it may share the CPUs with the others.
+    another = served_us(2e6) - served_us(1e6) + 1e6 * (
+        passing + client / (costs.cores * costs.parallel))
+    layer = think + behind + together
+    trip = costs.trip_us + own
     busy = busy_experts(held, chance, work.tokens)
     limits = {"experts' weights": busy * work.expert_bytes / costs.weight_bytes_per_us,
               "experts' arithmetic": pairs * work.pair_flops / costs.flops_per_us,
-              "bytes on the way": servers * count / costs.trip_bytes_per_us,
+              "bytes on the way": own + behind,
               "fixed costs": costs.trip_us + costs.batch_us + busy * costs.expert_us,
               "attention": work.attention_us, "other clients' rows": together - alone}
     return Prediction(
         servers=servers, rows=rows, pairs=pairs, message_bytes=count, trip_us=trip,
-        experts_us=alone - min(costs.server_us, costs.trip_us), layer_us=layer,
-        apart_us=think + waiting(alone, think, work.clients),
-        step_us=layer * work.num_layers, busy=together / layer,
-        saturates_at=(think + alone) / (another / 1e6),
+        experts_us=alone - slower * fixed, layer_us=layer,
+        apart_us=think - passing + waiting(alone + passing, think - passing, work.clients),
+        step_us=layer * work.num_layers, busy=(together + behind) / layer,
+        saturates_at=(client + alone) / (another / 1e6),
         weight_bytes=math.ceil(held) * work.expert_bytes * work.num_layers,
         bound_by=max(limits, key=lambda name: limits[name]),
     )

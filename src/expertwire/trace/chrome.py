@@ -318,9 +318,10 @@ def flows(ways: dict[str, dict[str, Event]]) -> list[Event]:
             continue
         at = 0.0
         for i, event in enumerate(steps):
-            # Inside its slice, and not before the step before: a poll may begin before its message
-            # is there.
-            at = min(max(at, event.get("at", event["ts"])), event["ts"] + event["dur"])
+            # Inside its slice: a nanosecond before its end, when a viewer takes it for closed. And
+            # not before the step before: a poll may begin before its message is there.
+            last = event["ts"] + max(0.0, event["dur"] - 0.001)
+            at = max(at, min(max(at, event.get("at", event["ts"])), last))
             events.append({
                 "ph": "s" if i == 0 else "f" if i == len(steps) - 1 else "t", "id": number,
                 "name": "message", "cat": "message", "pid": event["pid"], "tid": event["tid"],
