@@ -168,6 +168,8 @@ def stop_serve(serve: Any, client: AttentionClient, generations: Generations) ->
 
     Answers get STOP_SECONDS to end; then the client is closed, which ends them with an error.
     """
+    # Answers that are cut off are no fault: uvicorn says how many, and its tracebacks say no more.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not record.exc_info)
     serve.server.config.timeout_graceful_shutdown = STOP_SECONDS
     serve.server.should_exit = True
     serve._thread.join(STOP_SECONDS)

@@ -24,7 +24,7 @@ PACKAGE = Path(expertwire.__file__).parent
 MUTATIONS = [*MUTATIONS, *ROUNDS]
 ROOT = Path(__file__).parents[2]
 FLAGS = [
-    "-std=c++20", "-O1", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off",
+    "-std=c++20", "-O0", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off",
     "-fvisibility=hidden", "-pthread", "-Wno-unknown-pragmas",
 ]
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
