@@ -278,7 +278,7 @@ def test_50_schedules_give_the_same_memory():
         assert all(s.code == 0 for s in rig.launch(program(rig), engine=False))
         images.add(rig.at_remote(0, 8192))
     for warp_size in (1, 4):
-        with DeviceRig(32, chunk_bytes=64, thread=True) as rig:
+        with DeviceRig(32, chunk_bytes=64, thread=True, timeout_ns=60 * 10**9) as rig:
             rig.fill(0, bytes(range(1, 51)))
             start, codes = threading.Barrier(4), []
 

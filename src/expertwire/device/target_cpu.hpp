@@ -52,6 +52,13 @@ EW_DEVICE u32 warp_exclusive_sum(u32 value, u32* total) {
   return below;
 }
 
+// Fences order what is relaxed. ThreadSanitizer knows no fences: for it the order is in the atomics.
+#ifdef __SANITIZE_THREAD__
+constexpr int kRelaxedLoad = __ATOMIC_ACQUIRE, kRelaxedUpdate = __ATOMIC_ACQ_REL;
+#else
+constexpr int kRelaxedLoad = __ATOMIC_RELAXED, kRelaxedUpdate = __ATOMIC_RELAXED;
+#endif
+
 EW_DEVICE u32 popcount(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
 EW_DEVICE u16 bswap16(u16 v) { return __builtin_bswap16(v); }
 EW_DEVICE u32 bswap32(u32 v) { return __builtin_bswap32(v); }
@@ -59,7 +66,7 @@ EW_DEVICE u64 bswap64(u64 v) { return __builtin_bswap64(v); }
 
 template <typename T>
 EW_DEVICE T load_relaxed(const T* p, Scope) {
-  return ew::seeded() ? ew::seeded_load(p) : __atomic_load_n(p, __ATOMIC_RELAXED);
+  return ew::seeded() ? ew::seeded_load(p) : __atomic_load_n(p, kRelaxedLoad);
 }
 template <typename T>
 EW_DEVICE T load_acquire(const T* p, Scope) {
@@ -96,12 +103,12 @@ EW_DEVICE void fence_acq_rel(Scope scope) {
 template <typename T>
 EW_DEVICE T atomic_add(T* p, T v) {
   if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
-  return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+  return __atomic_fetch_add(p, v, kRelaxedUpdate);
 }
 template <typename T>
 EW_DEVICE T atomic_cas(T* p, T expected, T v) {
   if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
-  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  __atomic_compare_exchange_n(p, &expected, v, false, kRelaxedUpdate, kRelaxedLoad);
   return expected;
 }
 template <typename T>
@@ -112,14 +119,14 @@ EW_DEVICE T atomic_cas_system(T* p, T expected, T v) {
 }
 EW_DEVICE u64 atomic_max(u64* p, u64 v) {
   if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
-  u64 old = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (old < v && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  u64 old = __atomic_load_n(p, kRelaxedLoad);
+  while (old < v && !__atomic_compare_exchange_n(p, &old, v, false, kRelaxedUpdate, kRelaxedLoad)) {
   }
   return old;
 }
 EW_DEVICE u32 atomic_exchange(u32* p, u32 v) {
   if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
-  return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
+  return __atomic_exchange_n(p, v, kRelaxedUpdate);
 }
 
 EW_DEVICE u64 clock_ns() { return ew::clock_ns(); }
