@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -244,6 +245,22 @@ def test_a_lost_reply_is_told_by_its_server_and_costs_no_deadline():
             assert time.monotonic() - start < 20
         replies.obey(servers[0].hca, {"network": None})
         assert servers[0].batcher.errors == {"0x15": client.links.num_lost}
+
+
+def test_a_connection_that_breaks_before_it_is_watched_ends_no_watching():
+    with cluster([range(6)], MODEL) as (client, (server,), registry):
+        client.moe(0, *batch(5, MODEL))
+        link = server._clients[0]
+        closed = types.SimpleNamespace(channel=types.SimpleNamespace(fileno=lambda: -1))
+        server._to_watch.extend([closed, link])
+        server._wake_watch()
+        with Client(registry, token=TOKEN) as other:
+            other.moe(0, *batch(5, MODEL))
+            assert server.num_clients == 2
+        end = time.monotonic() + 20
+        while server.num_clients == 2:
+            assert time.monotonic() < end, "nobody noticed that the client has gone"
+            time.sleep(0.01)
 
 
 def test_an_error_completion_wakes_the_client_that_waits(monkeypatch):
