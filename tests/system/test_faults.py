@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected,
 
 from expertwire import Client, Registry, Server
 from expertwire.chaos import replies
+from expertwire.chaos.network import RETRY_EXCEEDED
+from expertwire.client import collect, trip
 from expertwire.client.routing import RoutingTable
 from expertwire.device_structs import BufferHead, ReplyHead
 from expertwire.errors import (
@@ -227,6 +230,54 @@ def test_a_server_that_takes_connections_and_never_answers_costs_one_deadline_ea
             longest = max(longest, time.monotonic() - start)
         replies.obey(servers[0].hca, {"network": None})
         assert longest < 3 * deadline, "the third would be four"
+
+
+def test_a_lost_reply_is_told_by_its_server_and_costs_no_deadline():
+    """The server sees the error completion, and closes the connection of whoever waits."""
+    with cluster([range(6), range(6)], MODEL, reply_timeout=60) as (client, servers, _):
+        inputs = batch(12, MODEL)
+        client.moe(0, *inputs)
+        cut = {"way": "replies", "cut": ["s0"]}
+        replies.obey(servers[0].hca, {"network": cut, "seed": 1, "server": "s0"})
+        start = time.monotonic()
+        while client.num_retries == 0:
+            torch.testing.assert_close(client.moe(0, *inputs), expected(*inputs, MODEL))
+            assert time.monotonic() - start < 20
+        replies.obey(servers[0].hca, {"network": None})
+        assert servers[0].batcher.errors == {"0x15": client.links.num_lost}
+
+
+def test_a_connection_that_breaks_before_it_is_watched_ends_no_watching():
+    with cluster([range(6)], MODEL) as (client, (server,), registry):
+        client.moe(0, *batch(5, MODEL))
+        link = server._clients[0]
+        closed = types.SimpleNamespace(channel=types.SimpleNamespace(fileno=lambda: -1))
+        server._to_watch.extend([closed, link])
+        server._wake_watch()
+        with Client(registry, token=TOKEN) as other:
+            other.moe(0, *batch(5, MODEL))
+            assert server.num_clients == 2
+        end = time.monotonic() + 20
+        while server.num_clients == 2:
+            assert time.monotonic() < end, "nobody noticed that the client has gone"
+            time.sleep(0.01)
+
+
+def test_an_error_completion_wakes_the_client_that_waits(monkeypatch):
+    """It does not wait for the end of its slice."""
+    for module in (collect, trip):
+        monkeypatch.setattr(module, "SLICE_NS", 60_000_000_000)
+    with cluster([range(6), range(6)], MODEL, reply_timeout=120) as (client, _, _):
+        inputs = batch(12, MODEL)
+        client.moe(0, *inputs)
+        start = time.monotonic()
+        queues = {s.qpn for link in client.links.table.links if link.server_id == "s0"
+                  for s in link.endpoint.qp_states}
+        client.hca.set_hook(lambda _c, qpn, *_: RETRY_EXCEEDED if qpn in queues else 0)
+        while client.num_retries == 0:
+            torch.testing.assert_close(client.moe(0, *inputs), expected(*inputs, MODEL))
+        assert time.monotonic() - start < 30
+        assert client.errors == {"0x15": 1}
 
 
 def test_two_models_do_not_mix():

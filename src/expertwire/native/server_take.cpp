@@ -56,13 +56,17 @@ EW_API int ew_server_reply(ew_server* server) {
 // Waits for a flag of any open slot to change, polls, and gathers if there is room for the pairs.
 // Where there is nothing to compute (an echo, or refusals only) it replies and goes on waiting.
 // Returns 0 nothing (timeout or interrupted), 1 polled, 2 polled and gathered, 3 replied already
-// with something to look at, or a negative error.
+// with something to look at, 4 a queue failed since: a reply may be lost, or a negative error.
 EW_API int ew_server_take(ew_server* server, u64 timeout_ns) {
   auto* poll = static_cast<ServerPollArgs*>(const_cast<void*>(server->poll->args));
   const u64 deadline = ew::clock_ns() + timeout_ns;
   const u32* found = server->found;
   ew::trace_seat(static_cast<const ServerReplyArgs*>(server->reply->args)->server_id);
   for (u64 now = ew::clock_ns(); now < deadline; now = ew::clock_ns()) {
+    if (const u64 num_failed = ew_hca_num_failed(server->hca); num_failed != server->num_failed) {
+      server->num_failed = num_failed;
+      return 4;
+    }
     words.clear(), seen.clear();
     u32 num_ready = 0;
     for (u32 i = 0; i < server->num_slots; ++i) {
@@ -75,6 +79,7 @@ EW_API int ew_server_take(ew_server* server, u64 timeout_ns) {
     server->queue_depth = num_ready;
     const int code = ew_hca_wait(server->hca, words.data(), seen.data(), static_cast<u32>(words.size()),
                                  server->spin_ns, deadline - now);
+    if (code == -EINTR && ew_hca_num_failed(server->hca) != server->num_failed) continue;
     if (code == -ETIMEDOUT || code == -EINTR) return 0;
     if (code < 0) return code;
     if (int error = ew_launch(server->poll, 1, nullptr, 0)) return error;

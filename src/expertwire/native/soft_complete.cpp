@@ -3,9 +3,19 @@
 
 #include <cstring>
 
+EW_API void ew_hca_interrupt(ew_hca* hca);
+
 namespace {
 
 constexpr u32 kOpRequest = 0, kOpRequesterError = 13;
+
+// What was posted after it fails, too; whoever waits for what it was to bring about looks now.
+void note_first_error(ew_qp* qp, u64 wqe_idx, u32 syndrome) {
+  if (qp->first_syndrome != 0) return;
+  qp->first_syndrome = syndrome, qp->first_error_idx = wqe_idx;
+  qp->hca->num_failed.fetch_add(1, std::memory_order_release);
+  ew_hca_interrupt(qp->hca);
+}
 
 // Fills bytes 0..59, then stores the last four with release order: whoever sees the counter sees
 // the rest. Returns false when the CQ is full and overrun is not ignored.
@@ -44,7 +54,7 @@ void write_cqe(ew_qp* qp, u64 wqe_idx, u32 send_opcode, u32 num_bytes) {
   store_be32(body + 56, send_opcode << 24 | qp->info.qpn);
   if (put_cqe(qp, body, wqe_idx, kOpRequest)) return;
   // The full CQ cannot tell anybody; first_error does.
-  if (qp->first_syndrome == 0) qp->first_syndrome = kLocalQpOperation, qp->first_error_idx = wqe_idx;
+  note_first_error(qp, wqe_idx, kLocalQpOperation);
   qp->state = kErr;
 }
 
@@ -53,7 +63,7 @@ void fail_qp(ew_qp* qp, u64 wqe_idx, u32 send_opcode, u32 syndrome) {
   store_be32(body + 32, qp->info.qpn);
   body[55] = static_cast<u8>(syndrome);
   store_be32(body + 56, send_opcode << 24 | qp->info.qpn);
-  if (qp->first_syndrome == 0) qp->first_syndrome = syndrome, qp->first_error_idx = wqe_idx;
+  note_first_error(qp, wqe_idx, syndrome);
   ++qp->hca->stats.num_error_cqe;
   put_cqe(qp, body, wqe_idx, kOpRequesterError);
   qp->state = kErr;

@@ -294,6 +294,9 @@ EW_API u32 ew_qp_first_error(ew_qp* qp, u64* wqe_idx) {
   return qp->first_syndrome;
 }
 
+// Queues that had an error, ever: whoever sees another number than before looks at his own.
+EW_API u64 ew_hca_num_failed(ew_hca* hca) { return hca->num_failed.load(std::memory_order_acquire); }
+
 EW_API void ew_qp_indices(ew_qp* qp, u64* pi, u64* ci) {
   std::lock_guard guard(qp->hca->lock);
   *pi = qp->pi, *ci = qp->ci;

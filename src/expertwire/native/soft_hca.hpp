@@ -210,6 +210,7 @@ struct ew_hca {
   std::atomic<u32> interrupted{0};
   std::atomic<u32> sleeping{0};  // a thread of ours waits on wake_fd, perhaps for a completion
   bool completed = false;        // CQEs were written since the last look
+  std::atomic<u64> num_failed{0};  // queues that had an error: each ends the wait, as an interrupt does
   ew_hca_stats stats = {};
   std::atomic<u64> num_wakes{0};  // of stats, but counted without the lock
   ew_hca_hook hook = nullptr;

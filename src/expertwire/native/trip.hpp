@@ -64,6 +64,7 @@ struct ew_server {  // what a server's two calls need, kept by the caller
   u64 spin_ns;
   u64 num_messages, num_rows, num_refused;  // out, added up
   u64 bytes_received, bytes_sent;           // out, added up: of messages that were served
+  u64 num_failed;                           // ew_hca_num_failed when it was last reported
   u32 num_slots, pair_capacity;
   u32 echo;                // echo: rows go back as they came, nothing is gathered
   u32 queue_depth;         // out: messages that lay ready when the last look began
@@ -74,6 +75,7 @@ EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u3
                        u64 timeout_ns);
 EW_API int ew_launch(ew_step* steps, unsigned num_steps, ew_hca* const* hcas, unsigned num_hcas);
 EW_API void ew_peer_notify(ew_peer* peer);
+EW_API u64 ew_hca_num_failed(ew_hca* hca);
 
 // Executes what was posted, as far as it goes without waiting for anybody.
 inline void drive(ew_hca* hca) {

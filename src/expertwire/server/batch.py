@@ -16,6 +16,7 @@ import torch
 from .._native import declare
 from ..config import ServerConfig
 from ..device_structs import (
+    STATUS_COMPLETION_ERROR,
     KernelStatus,
     ServerGatherArgs,
     ServerMessage,
@@ -64,14 +65,14 @@ class _NativeServer(ctypes.Structure):
         ("gather", c_void_p), ("reply", c_void_p), ("found", c_void_p),
         ("times", c_void_p * len(NATIVE_STAGES)), ("spin_ns", c_uint64),
         ("num_messages", c_uint64), ("num_rows", c_uint64), ("num_refused", c_uint64),
-        ("bytes_received", c_uint64), ("bytes_sent", c_uint64),
+        ("bytes_received", c_uint64), ("bytes_sent", c_uint64), ("num_failed", c_uint64),
         ("num_slots", c_uint32), ("pair_capacity", c_uint32), ("echo", c_uint32),
         ("queue_depth", c_uint32),
     )
 
 
 # What ew_server_take returns, if it is not an error.
-NOTHING, POLLED, GATHERED, REPLIED = range(4)
+NOTHING, POLLED, GATHERED, REPLIED, FAILED = range(5)
 
 
 class Batcher:
@@ -224,6 +225,8 @@ class Batcher:
         taken = self._take(self._native_address, timeout_ns)
         if taken == NOTHING:
             return []
+        if taken == FAILED:
+            return self._failed_links()
         if taken < 0:
             raise ExpertwireError(f"taking a batch failed: {last_error()}")
         num_messages, _, num_pairs, layer, data_type = self._found
@@ -295,6 +298,21 @@ class Batcher:
         )
         self._gather.gathered = self._rows.data_ptr()
 
+    def _failed_links(self) -> list[ClientLink]:
+        """Clients whose queues had an error: a reply may never come, and they wait for it."""
+        broken = []
+        for link in {id(link): link for link, _ in self.links}.values():
+            assert link.endpoint is not None
+            syndrome, _ = link.endpoint.first_error()
+            if syndrome:
+                self._count_error(link, STATUS_COMPLETION_ERROR, syndrome)
+                broken.append(link)
+        return broken
+
+    def _count_error(self, link: ClientLink, code: int, syndrome: int) -> None:
+        self.errors[f"{syndrome:#04x}"] += 1
+        log.warning("reply to client %s failed: status %d, syndrome %#x", link.name, code, syndrome)
+
     def _problems(self, num_messages: int) -> list[ClientLink]:
         """Logs what was refused; returns the clients whose replies could not be sent."""
         broken = []
@@ -307,8 +325,6 @@ class Batcher:
                     log.warning("refused message %d of client %s: %s", link.num_refused, link.name,
                                 Reason(message.reason).name)
             if status.code:
-                self.errors[f"{status.syndrome:#04x}"] += 1
-                log.warning("reply to client %s failed: status %d, syndrome %#x", link.name,
-                            status.code, status.syndrome)
+                self._count_error(link, status.code, status.syndrome)
                 broken.append(link)
         return broken

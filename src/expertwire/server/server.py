@@ -163,9 +163,8 @@ class Server:
         return self.lease.server_id or ""
 
     def wait_registered(self, timeout: float = 5.0) -> str:
-        """Waits `timeout` seconds until the registry knows this server; returns its id.
-
-        Raises WaitTimeout, AuthError, or ConfigError if the registry refused it (another model).
+        """Waits until the registry knows this server; returns its id. Raises WaitTimeout after
+        `timeout` seconds, AuthError, or ConfigError if it was refused (another model).
         """
         return self.lease.wait_registered(timeout)
 
@@ -211,9 +210,8 @@ class Server:
                 thread.join(max(0.0, deadline - time.monotonic()))
             self.mover.close(max(0.0, deadline - time.monotonic()))
             with self._admitting_changed:
-                self._admitting_changed.wait_for(
-                    lambda: not self._admitting, max(0.0, deadline - time.monotonic())
-                )
+                left = max(0.0, deadline - time.monotonic())
+                self._admitting_changed.wait_for(lambda: not self._admitting, left)
             if self._admitting or any(thread.is_alive() for thread in self._threads):
                 for link in self._clients:
                     link.channel.close()
@@ -248,7 +246,7 @@ class Server:
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended, or is about to: by `close`, or by an error of its own."""
+        """Whether it has ended, or is about to: by `close` or an error of its own."""
         return self._stop.is_set()
 
     def serve_forever(self) -> None:
@@ -332,9 +330,11 @@ class Server:
                 while self._to_watch:
                     link = self._to_watch.popleft()
                     fd = link.channel.fileno()
+                    if fd < 0:  # closed already, by the data thread
+                        continue
                     if fd in selector.get_map():  # of a link that was closed elsewhere
                         selector.unregister(fd)
-                    if fd >= 0:  # not closed meanwhile
+                    with contextlib.suppress(OSError):  # closed just now
                         selector.register(fd, selectors.EVENT_READ, link)
 
     def _hear(self, watched_fd: int, link: ClientLink) -> None:
