@@ -27,7 +27,7 @@ STAYS = ("registry", "serve", "openai", "--watch")  # run until they are ended
 STARTS = {"serve": 0, "openai": 8000, "registry": 7700, "--page-port": 7780}  # port, 0: a server
 SERVES = " experts of "  # what a server prints when it is there
 SECONDS = 240.0
-LATE = re.compile(r"^verdict: a step took [^;]*$", re.M)  # chaos on a busy machine: all else is well
+LATE = re.compile(r"^verdict: a step took [^;]*$", re.M)  # chaos, busy machine
 OTHERS = ("pip", "pytest", ".ci/run", "pre-commit", "mkdocs")  # steps of .ci/run
 # What a page takes for granted.
 BEFORE = {"docs/pacing.md": ("expertwire registry", "expertwire serve MODEL --experts all")}
