@@ -159,7 +159,9 @@ def test_a_picture_of_nothing_much_is_still_a_picture():
     plan = parse_plan({"servers": SERVERS, "phases": [{"seconds": 1}]}, "mine")
     load = SimpleNamespace(started_ns=array("q", [5, 10**9]), ended_ns=array("q", [10, 2 * 10**9]))
     run = SimpleNamespace(
-        plan=plan, laps=[Lap(plan.phases[0], 0, 3 * 10**9)], events=[Event(10**9, "kill", "a")]
+        plan=plan, laps=[Lap(plan.phases[0], 0, 3 * 10**9)],
+        events=[Event(5 * 10**8, "error", "a"), Event(10**9, "kill", "a")],
     )
     svg = chaos_svg(run, [load], {"steps": 2, "wrong_tokens": 0, "longest_pause_ms": 1000.0})
-    assert svg.count("<rect") > 8 and "1000 ms" in svg and "a dead: 2.00 s" in svg
+    assert svg.count("<rect") > 8 and "1000 ms" in svg and "a not there: 2.00 s" in svg
+    assert svg.count("a: error completion") == 1

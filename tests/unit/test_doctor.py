@@ -20,7 +20,7 @@ from expertwire import Registry
 from expertwire.cli.app import app
 from expertwire.doctor import host
 from expertwire.doctor.findings import MORE_TIME, STATES, Finding, Probe, Roots, run_checks
-from expertwire.doctor.gpu import gpu_findings, nvlink_findings
+from expertwire.doctor.gpu import gpu_findings, is_there, nvlink_findings
 from expertwire.doctor.probe import expected_words
 from expertwire.doctor.report import (
     PATHS,
@@ -279,6 +279,22 @@ def test_no_driver_with_and_without_a_card(tmp_path):
 def test_links_between_gpus(change, state, words):
     (finding,) = nvlink_findings(gpus(H200, H200, pairs=[pair(0, 1, **change)]))
     assert finding.state == state and words in finding.text
+
+
+@pytest.mark.parametrize(("facts", "state"), [
+    ({"late": True}, "unknown"), ({"error": "the check crashed (SIGSEGV)"}, "fail"),
+])
+def test_links_of_gpus_that_were_not_looked_at_are_not_said_to_be_absent(facts, state):
+    (finding,) = nvlink_findings(facts)
+    assert finding.state == state and finding.fix and "no GPU" not in finding.text
+
+
+def test_a_late_look_at_no_gpu_is_no_question(tmp_path):
+    roots = Roots(tmp_path / "sys", tmp_path / "proc", tmp_path / "dev")
+    assert not is_there(roots)
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text("")
+    assert is_there(roots)
 
 
 def test_eight_gpus_are_few_lines():

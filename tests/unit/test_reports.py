@@ -129,3 +129,22 @@ def test_a_client_without_a_server_reports_too(token):
         status = wait_for_status(registry, lambda s: s["client_stats"])
     (report,) = status["client_stats"]
     assert report["client"] == "lonely" and report["servers"] == {} and report["rows"] == 0
+
+
+def test_clients_of_one_name_are_told_apart(token):
+    """Also when the first of them ends: a name stays with who has it."""
+    from expertwire import Registry
+
+    def shown(status):
+        return [c["client"] for c in status["client_stats"]]
+
+    with Registry(token=TOKEN) as registry:
+        first = Client(registry, token=TOKEN, name="attention")
+        with first:
+            wait_for_status(registry, lambda s: s["client_stats"])
+            with Client(registry, token=TOKEN, name="attention"):
+                status = wait_for_status(registry, lambda s: len(s["client_stats"]) == 2)
+                assert status["clients"] == shown(status) == ["attention", "attention (2)"]
+                first.close()
+                status = wait_for_status(registry, lambda s: len(s["clients"]) == 1)
+                assert shown(status) == ["attention (2)"]

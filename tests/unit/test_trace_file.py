@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -245,6 +246,23 @@ def test_a_file_that_is_no_trace(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ConfigError, match="not a trace of ours"):
         load_trace(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("wrong", [
+    {"ts": "1"}, {"dur": None}, {"name": 3}, {"cat": []}, {"args": 1}, {"pid": {}},
+    {"ts": float("nan")}, {"args": {"messages": 1}}, {"args": {"messages": [{"x": 1}]}},
+    {"args": {"messages": [3]}}, {"args": {"messages": ["a.1.1"]}}, {"args": {"moved": "x"}},
+    {"cat": "hca", "args": {"message": "a.1.1"}},
+], ids=str)
+def test_a_slice_that_is_none_of_ours(tmp_path, wrong):
+    good = {"ph": "X", "name": "combine", "cat": "client", "ts": 0, "dur": 1, "pid": 1, "tid": 1,
+            "args": {"layer": 0, "messages": ["a.1.1"]}}
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({"traceEvents": [good]}))
+    assert load_trace(file) == [good]
+    file.write_text(json.dumps({"traceEvents": [good | wrong]}))
+    with pytest.raises(ConfigError, match="not a trace of ours: slice"):
+        load_trace(file)
 
 
 def test_a_merge_that_fails_leaves_nothing(tmp_path):

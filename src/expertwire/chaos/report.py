@@ -19,11 +19,12 @@ PAUSE_MS, PAUSE_FACTOR = 20.0, 10.0  # a step that takes longer than both is a p
 CURVE_HEIGHT, LANE_HEIGHT, LANE_GAP = 90, 26, 8
 NUM_BINS = 240
 COLOURS = {"serves": PALETTE[2], "starts": PALETTE[4], "is stopped": PALETTE[1],
-           "drains": PALETTE[3], "cut off": PALETTE[6], "dead": "#d9dce3",
-           "pause of a client": PALETTE[5]}
-BECOMES = {"ready": "serves", "kill": "dead", "kill_registry": "dead", "stop": "is stopped",
-           "continue": "starts", "start": "starts", "join": "starts", "start_registry": "serves",
-           "drain": "drains", "left": "dead", "cut": "cut off"}
+           "drains": PALETTE[3], "cut off": PALETTE[6], "not there": "#d9dce3",
+           "error completion": "#1f2430", "pause of a client": PALETTE[5]}
+BECOMES = {"ready": "serves", "kill": "not there", "kill_registry": "not there",
+           "stop": "is stopped", "continue": "starts", "start": "starts", "join": "starts",
+           "start_registry": "serves", "drain": "drains", "left": "not there", "cut": "cut off"}
+MARK = 3.0  # pixels of what takes no time
 
 
 class Steps:
@@ -190,6 +191,12 @@ def chaos_svg(run: ChaosRun, loads: list[LoadThread], result: dict[str, Any]) ->
         for a, b, state in _states(run, lane, begin, end):
             span = ((a - begin) / 1e9, (b - begin) / 1e9)
             out.append(_box(*span, y, scale, state, f"{lane} {state}"))
+        for event in run.events:
+            if event.server == lane and event.kind == "error":
+                x = LEFT + (event.ns - begin) / 1e9 * scale
+                out.append(f"<rect x='{x:.2f}' y='{y}' width='{MARK}' height='{LANE_HEIGHT}' "
+                           f"fill='{COLOURS['error completion']}'>"
+                           f"<title>{escape(lane)}: error completion</title></rect>")
     y = top + len(lanes) * (LANE_HEIGHT + LANE_GAP)
     out.append(text(LEFT - 12, y + LANE_HEIGHT / 2 + 5, "pauses", anchor="end"))
     for k in np.flatnonzero(steps.ms > steps.pause_ms).tolist():
@@ -200,7 +207,7 @@ def chaos_svg(run: ChaosRun, loads: list[LoadThread], result: dict[str, Any]) ->
 
 def _states(run: ChaosRun, lane: str, begin: int, end: int) -> list[tuple[int, int, str]]:
     """(from, to, state) of one process over the picture's time."""
-    state = "serves" if lane == "registry" or lane in run.plan.servers else "dead"
+    state = "serves" if lane == "registry" or lane in run.plan.servers else "not there"
     spans, since = [], begin
     for event in sorted((e for e in run.events if e.server == lane), key=lambda e: e.ns):
         new = BECOMES.get(event.kind, state)
@@ -233,5 +240,5 @@ def _box(begin: float, end: float, y: float, scale: float, state: str, what: str
     label = what if state == "pause of a client" else state
     if text_width(label, 11) + 6 < width:
         box += text(LEFT + begin * scale + width / 2, y + LANE_HEIGHT / 2 + 4, label, size=11,
-                    anchor="middle", fill="#1f2430" if state == "dead" else "#ffffff")
+                    anchor="middle", fill="#1f2430" if state == "not there" else "#ffffff")
     return box

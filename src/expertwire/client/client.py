@@ -50,7 +50,8 @@ class Client:
 
     registry: "HOST:PORT" of the registry, or a running Registry object; it need not be up yet.
     token: the shared secret, at least 16 bytes; default: EXPERTWIRE_TOKEN or the token file.
-    name: shown in status; default client-PID and some random digits.
+    name: shown in status; default client-PID and some random digits. The registry adds a number to
+        one that another client has already.
     config: ClientConfig; single settings may be given as keywords instead.
 
     Returns at once and connects in the background; `wait_ready` waits for servers. Raises

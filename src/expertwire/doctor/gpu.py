@@ -85,8 +85,20 @@ def _device(index: int, device: dict[str, Any]) -> Finding:
     return Finding("gpu", name, "ok", text)
 
 
+def is_there(roots: Roots) -> bool:
+    """Whether there may be a GPU at all: a card on the bus, or a driver's files (WSL: dxg)."""
+    files = (roots.dev / "nvidiactl", roots.dev / "dxg", roots.proc / "driver/nvidia/version")
+    return _has_card(roots) or any(file.exists() for file in files)
+
+
 def nvlink_findings(facts: dict[str, Any]) -> list[Finding]:
     """What reaches what. One line for all pairs that are alike."""
+    if facts.get("late"):
+        return [Finding("nvlink", "peer access", "unknown", "the GPUs did not answer in time",
+                        MORE_TIME)]
+    if "error" in facts:
+        return [Finding("nvlink", "peer access", "fail", f"not tried: {facts['error']}",
+                        "nvidia-smi")]
     count = len(facts.get("devices", ()))
     if count < 2:
         text = "one GPU" if count else "no GPU"

@@ -35,6 +35,8 @@ def examine(roots: Roots | None = None, seconds: float = SECONDS) -> list[Findin
 
     def gpus() -> list[Finding]:
         facts = probes["gpu"].result(deadline - 0.2)
+        if facts.get("late") and not gpu.is_there(roots):  # it had not even started
+            facts = {"no_driver": "no card and no driver"}
         return [*gpu.gpu_findings(facts, roots, gpu.torch_cuda_version()),
                 *gpu.nvlink_findings(facts)]
 

@@ -7,15 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..control.frames import load_token
 from ..errors import ProtocolError, WaitTimeout
 from ..registry.membership import ask
-from .status_tables import Table, tables, title
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from .status_tables import tables, title
 
 
 def show_status(registry: str, *, quiet: bool = False) -> dict[str, Any]:
@@ -28,7 +25,10 @@ def show_status(registry: str, *, quiet: bool = False) -> dict[str, Any]:
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(_render(registry, facts))
+        from .terminal import render
+
+        console = Console()
+        console.print(render(registry, facts, console.width))
     else:
         print("\n".join(plain_lines(registry, facts)))
     return facts
@@ -49,11 +49,15 @@ def watch_status(
         from rich.console import Console
         from rich.live import Live
 
-        with Live(_render(registry, facts), console=Console(), screen=True,
-                  auto_refresh=False) as live:
+        from .terminal import render
+
+        console, away = Console(), ""
+        with Live("", console=console, screen=True, auto_refresh=False) as live:
             for look in _looks(registry, token, facts, seconds, looks):
-                live.update(_render(registry, facts, look) if isinstance(look, str)
-                            else _render(registry, facts := look), refresh=True)
+                away = look if isinstance(look, str) else ""
+                facts = facts if isinstance(look, str) else look
+                live.update(render(registry, facts, console.width, console.height, away),
+                            refresh=True)
         return
     for look in _looks(registry, token, facts, seconds, looks):
         if as_json:
@@ -92,31 +96,3 @@ def plain_lines(registry: str, facts: Mapping[str, Any]) -> list[str]:
         lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
                   for row in (table.columns, *table.rows)]
     return lines
-
-
-def _render(registry: str, facts: Mapping[str, Any], away: str = "") -> Group:
-    from rich.console import Group
-    from rich.text import Text
-
-    head = [Text(title(registry, facts), style="bold")]  # Text: names are not markup
-    if away:
-        head.append(Text(away, style="bold red"))
-    return Group(*head, *[_rich_table(table) for table in tables(facts)])
-
-
-def _rich_table(table: Table):
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    shown = RichTable(box=box.ROUNDED, header_style="bold cyan", border_style="dim")
-    for idx, name in enumerate(table.columns):
-        is_text = idx < table.left or name == "experts"
-        shown.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
-    previous = ""
-    for row in table.rows:
-        first, rest = row[0], row[1:]
-        repeated = table.left > 1 and first == previous
-        previous = first
-        shown.add_row(Text("" if repeated else first), *map(Text, rest))
-    return shown

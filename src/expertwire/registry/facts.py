@@ -11,7 +11,7 @@ from ..errors import ProtocolError, WaitTimeout
 from ..observe.reports import leave_out
 
 if TYPE_CHECKING:
-    from .registry import Registry
+    from .registry import Registry, _Peer
 
 
 def members_message(registry: Registry) -> dict[str, Any]:
@@ -58,6 +58,16 @@ def status_facts(registry: Registry, now: float) -> dict[str, Any]:
         "epoch": registry.epoch, "uptime_s": round(now - registry.started_at, 3),
         "lease_seconds": registry.lease_seconds, "reports": registry.roster.reports,
         "clients": sorted(p.watching for p in clients if p.watching is not None),
-        "client_stats": [{"client": p.watching, **p.stats} for p in clients if p.stats],
+        "client_stats": [{**p.stats, "client": p.watching} for p in clients if p.stats],
         "servers": servers,
     }
+
+
+def client_name(registry: Registry, peer: _Peer, wanted: str) -> str:
+    """The name under which a client is shown: `wanted`, with a number if another one has it.
+
+    Many processes may be started with one name; tables, pictures and metrics tell them apart.
+    """
+    taken = {p.watching for p in registry.peers if p is not peer}
+    numbered = (f"{wanted} ({i})" for i in range(2, len(taken) + 3))
+    return wanted if wanted not in taken else next(n for n in numbered if n not in taken)

@@ -24,7 +24,7 @@ from ..control.credentials import printable
 from ..errors import AuthError, ConfigError, ExpertwireError, ProtocolError, WaitTimeout
 from ..observe.reports import with_rates
 from . import moves
-from .facts import members_message, status_message
+from .facts import client_name, members_message, status_message
 from .roster import Member, Plan, Roster, check_stats
 
 log = logging.getLogger("expertwire.registry.registry")
@@ -296,7 +296,7 @@ class Registry:
         return {"type": "left"}
 
     def _watch(self, message: dict, peer: _Peer, now: float) -> dict:
-        peer.watching = printable(message.get("client") or "", 64)
+        peer.watching = client_name(self, peer, printable(message.get("client") or "client", 64))
         moves.seen(self, {"epoch": message.get("seen")}, peer, now)  # from before a break
         if self.roster.saw_epoch(message.get("epoch")):
             self._changed()

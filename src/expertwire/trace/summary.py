@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,14 +45,37 @@ def load_trace(path: str | Path) -> list[Event]:
         merge(path)
     try:
         events = json.loads(path.read_text())["traceEvents"]
-        assert all(event.keys() >= SLICE_HAS for event in events if event["ph"] == "X"), \
-            f"a slice has not all of {', '.join(sorted(SLICE_HAS))}"
+        for number, event in enumerate(events):
+            if event["ph"] == "X":
+                check_slice(event)
+            elif event["ph"] == "M" and event["name"] == "process_name":
+                assert isinstance(event["args"]["name"], str), f"event {number} names no process"
     except OSError as err:
         raise ConfigError(f"no trace at {path}: {err.strerror}; EXPERTWIRE_TRACE={path} in front "
                           "of a command makes one") from err
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as err:
         raise ConfigError(f"{path} is not a trace of ours: {err}") from err
     return events
+
+
+def check_slice(event: Event) -> None:
+    """What is read of a slice below. Raises AssertionError."""
+    assert event.keys() >= SLICE_HAS, f"a slice has not all of {', '.join(sorted(SLICE_HAS))}"
+    name, args = event["name"], event["args"]
+    assert isinstance(name, str) and isinstance(event["cat"], str), f"slice {name!r}: its name"
+    assert all(isinstance(event[key], int | float) and math.isfinite(event[key])
+               for key in ("ts", "dur")), f"slice {name!r}: its times"
+    assert all(isinstance(event[key], int | str) for key in ("pid", "tid")), \
+        f"slice {name!r}: its thread"
+    assert isinstance(args, dict) and isinstance(args.get("moved", 0), int), \
+        f"slice {name!r}: its args"
+    messages = args.get("messages", [])
+    assert isinstance(messages, list), f"slice {name!r}: its messages"
+    ids = [m.get("id") if isinstance(m, dict) else m for m in messages]
+    if event["cat"] == "hca" and "message" in args:
+        ids += [args["message"], args.get("of")]
+    assert all(isinstance(i, str) for i in ids), f"slice {name!r}: its messages"
+    assert name != "combine" or not messages or "layer" in args, f"slice {name!r}: its layer"
 
 
 def summarise(events: Sequence[Event]) -> dict[str, Any]:
