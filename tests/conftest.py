@@ -21,6 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
     parser.addoption(
+        "--planted-bugs", choices=["some", "all"], default="some",
+        help="of tests/schedules/test_mutations.py: every third (default) or all",
+    )
+    parser.addoption(
         "--ucx", action="store_true",
         help="tests/conformance over UCX too, and everything that needs UCX or network namespaces "
         "fails where these are missing instead of being skipped",
