@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +12,14 @@ from expertwire import Client, Registry, Server
 from expertwire.model.reference import moe_reference
 
 TOKEN = b"cluster-token-0123456789"
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    """What counts and reports say comes a moment after what they tell of."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
 
 
 class ScaledExperts:

@@ -7,7 +7,15 @@ import time
 
 import pytest
 import torch
-from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
+from tests.system.cluster import (
+    TOKEN,
+    ScaledExperts,
+    batch,
+    cluster,
+    expected,
+    model_facts,
+    wait_until,
+)
 
 from expertwire import Client
 from expertwire.errors import ConfigError, InFlightError, NoServerError
@@ -60,7 +68,7 @@ def test_overlapping_replicas_count_once_and_share_the_load():
         hidden, ids, weights = batch(60, MODEL)
         out = client.moe(0, hidden, ids, weights)
         torch.testing.assert_close(out, expected(hidden, ids, weights, MODEL))
-        assert all(server.batcher.counts["rows"] > 0 for server in servers)
+        wait_until(lambda: all(server.batcher.counts["rows"] > 0 for server in servers))
 
 
 @pytest.mark.parametrize("hidden_size", [16, 100, 128, 1536, 2880, 7170])

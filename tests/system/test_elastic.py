@@ -11,7 +11,15 @@ import time
 
 import pytest
 import torch
-from tests.system.cluster import TOKEN, ScaledExperts, batch, cluster, expected, model_facts
+from tests.system.cluster import (
+    TOKEN,
+    ScaledExperts,
+    batch,
+    cluster,
+    expected,
+    model_facts,
+    wait_until,
+)
 
 from expertwire import Client, Server
 from expertwire.chaos.fleet import Fleet
@@ -23,13 +31,6 @@ from expertwire.registry.question import ask
 MODEL = model_facts(num_experts=6, hidden_size=16, top_k=2)
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def wait_until(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 class Traffic:

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 import torch
 from tests.leftovers import nothing_left_behind
-from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts
+from tests.system.cluster import TOKEN, batch, cluster, expected, model_facts, wait_until
 
 from expertwire import Client
 from expertwire.control.connection import configured_doorbell
@@ -94,7 +94,7 @@ def test_every_way_to_ring(mode, signal_mode, monkeypatch):
             for link in client.links.table.links for state in link.endpoint.qp_states
         ]
         assert all(registers) == (mode == "register") == any(registers)
-        assert sum(server.batcher.counts["messages"] for server in servers) == 40
+        wait_until(lambda: sum(s.batcher.counts["messages"] for s in servers) == 40)
 
 
 def test_a_way_to_ring_that_does_not_exist(monkeypatch):
