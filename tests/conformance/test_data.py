@@ -146,6 +146,26 @@ def test_28_put_cut_at_region_ends_arrives_whole(warp_size):
         assert rig.here.stats()["wqes"] == {"RDMA_WRITE": 61}, "one entry per chunk touched"
 
 
+@pytest.mark.parametrize("warp_size", [1, 4])
+@pytest.mark.parametrize(("local", "remote"), [(700, None), (700, 1000), (1, 1000), (1000, 1)])
+def test_28_put_cut_at_local_ends_and_at_every_byte(local, remote, warp_size):
+    """Regions of the source, of both sides, and of one byte each."""
+    num_bytes = 300 if 1 in (local, remote) else 5000
+    with DeviceRig(64, chunk_bytes=remote) as rig:
+        rig.local_keys = rig._keys(rig.local, rig.lkey, local)
+        rig.device_peer.local_keys = ctypes.addressof(rig.local_keys)
+        rig.device_peer.num_local_keys = len(rig.local_keys)
+        rig.fill(699, PATTERN[:num_bytes])
+        put = rig.operation(PUT_ALWAYS_POST, 998, 699, num_bytes=num_bytes)
+        (status,) = rig.launch([[put, dict(op=QUIET)]], warp_size=warp_size)
+        assert status.code == 0
+        assert rig.at_remote(997, num_bytes + 2) == b"\0" + PATTERN[:num_bytes] + b"\0"
+        ends = {699 + num_bytes}
+        for step, start in ((local, 0), (remote, 998 - 699)):
+            ends |= {at for at in range(700, 699 + num_bytes) if step and (at + start) % step == 0}
+        assert rig.here.stats()["wqes"] == {"RDMA_WRITE": len(ends)}
+
+
 def test_29_thirty_three_chunks_go_in_rounds_and_no_region_is_an_error():
     """Not limited to a warp's lanes, and never a trap: running out of a region is reported."""
     with DeviceRig(64, chunk_bytes=100) as rig:

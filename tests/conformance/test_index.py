@@ -188,7 +188,7 @@ def test_17_more_than_a_ring_in_small_steps_is_caught_too():
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_14_every_doorbell_mode_of_the_device_code(mode):
-    """Register, record only, and the CPU-assisted producer index, across ring and index wraps."""
+    """Register, record only, and the CPU-assisted producer index, across the ring's end."""
     with DeviceRig(64, doorbell_mode=mode) as rig:
         put = [rig.operation(PUT_ALWAYS_POST, 0, 0, num_bytes=8)]
         for _ in range(5):

@@ -11,20 +11,24 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "soft_hca.hpp"
 
 EW_API int ew_hca_create(u32 flags, ew_hca** out);
+EW_API int ew_hca_destroy(ew_hca* hca);
 EW_API int ew_hca_pd(ew_hca* hca, u32* pd);
 EW_API int ew_hca_wake_fd(ew_hca* hca);
 EW_API int ew_hca_register(ew_hca* hca, u32 pd, u64 addr, u64 num_bytes, u32 access, u32* key);
 EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes);
 EW_API int ew_window_create(ew_hca* hca, ew_window** out);
+EW_API void ew_window_destroy(ew_window* window);
 EW_API int ew_window_fd(ew_window* window);
 EW_API int ew_window_publish(ew_window* window, u32 key, u32 fd_idx, u64 fd_offset, u32* rkey);
 EW_API int ew_window_post_recv(ew_window* window, u32 count);
 EW_API int ew_window_poll_recv(ew_window* window, u8* cqe);
 EW_API int ew_peer_import(ew_hca* hca, int window_fd, int wake_fd, const int* fds, u32 num_fds, ew_peer** out);
+EW_API int ew_peer_destroy(ew_peer* peer);
 EW_API int ew_qp_create(ew_hca* hca, u32 pd, u32 num_wqe, u32 num_cqe, u32 cq_flags, const ew_qp_memory* memory,
                         ew_qp** out, ew_qp_info* info);
 EW_API int ew_qp_connect(ew_qp* qp, ew_peer* peer, u32 remote_qpn);
@@ -54,7 +58,7 @@ struct Pair {
   ew_window* window;
   ew_peer* peer;
   u8 *local, *remote;
-  u32 pd, lkey, rkey;
+  u32 pd, lkey, rkey, receives = 0;
 
   Pair() {
     const int fd = memfd_create("fuzz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -68,6 +72,13 @@ struct Pair {
     ew_window_create(there, &window);
     ew_window_publish(window, there_key, 0, 0, &rkey);
     require(ew_peer_import(here, ew_window_fd(window), ew_hca_wake_fd(there), &fd, 1, &peer) == 0, "peer");
+    close(fd);
+  }
+  ~Pair() {
+    require(ew_peer_destroy(peer) == 0, "closing");
+    ew_window_destroy(window);
+    require(ew_hca_destroy(here) == 0 && ew_hca_destroy(there) == 0, "closing");
+    munmap(local - kPage, 3 * kPage), munmap(remote - kPage, 3 * kPage);
   }
 };
 
@@ -85,16 +96,20 @@ void replace_keys_and_addresses(const Pair& pair, u8* ring, u64 num_bytes) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
-  static Pair pair;
+  static std::optional<Pair> kept;
   if (size < 3) return 0;
-  const u32 control = data[0], posted = data[1];
+  const u32 control = data[0], posted = data[1], receives = control & 4 ? 2 : 0;
+  // No input finds receives that another one left.
+  if (!kept || kept->receives > receives) kept.emplace();
+  Pair& pair = *kept;
   data += 2, size -= 2;
   ew_qp* qp;
   ew_qp_info info;
   const u32 cq_flags = control & 3;  // collapsed, overrun ignored
   require(ew_qp_create(pair.here, pair.pd, kBlocks, kBlocks, cq_flags, nullptr, &qp, &info) == 0, "queue pair");
   require(ew_qp_connect(qp, pair.peer, 0x77) == 0, "connecting");
-  if (control & 4) ew_window_post_recv(pair.window, 2);
+  if (receives) require(ew_window_post_recv(pair.window, receives - pair.receives) == 0, "receives");
+  pair.receives = receives;
   auto* ring = reinterpret_cast<u8*>(info.sq_addr);
   memcpy(ring, data, size < kBlocks * 64 ? size : kBlocks * 64);
   replace_keys_and_addresses(pair, ring, kBlocks * 64);
@@ -117,7 +132,8 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
     require(ci <= pi && pi <= 0xffff, "the consumer is behind the producer");
   }
   u8 cqe[64];
-  while (ew_window_poll_recv(pair.window, cqe)) require(cqe[63] >> 4 == 1, "a receive completion");
+  for (; ew_window_poll_recv(pair.window, cqe); --pair.receives)
+    require(cqe[63] >> 4 == 1 && pair.receives > 0, "a receive completion");
   ew_qp_destroy(qp);
   return 0;
 }
