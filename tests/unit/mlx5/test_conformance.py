@@ -20,6 +20,7 @@ NOT_HERE = {
         "test_01_device_code_and_python_write_the_same_bytes",
         "test_02_walking_ones_through_every_ctrl_field",
         "test_02_walking_ones_through_addresses_keys_and_counts",
+        "test_02_walking_ones_through_every_completion_field",
         "test_07_pointer_segments_never_carry_bit_31", "test_23_quiet_against_a_64_bit_model",
     },
     "a completion queue that is a ring": {
