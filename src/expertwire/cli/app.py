@@ -55,6 +55,8 @@ def stop_on_signals(stop) -> None:
     from ..errors import ExpertwireError
 
     def handler(number: int, _: object) -> None:
+        # A second one, of a parent's closed pipe say, would end what is ending with another code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             stop()
         except ExpertwireError as err:
