@@ -18,8 +18,6 @@ from typing import Any
 # ok: works. warn: works, with a limit that will be felt. fail: this path does not work. unknown:
 # could not be found out in time. absent: there is no such hardware here, so nothing to fix.
 STATES = ("ok", "warn", "fail", "unknown", "absent")
-
-
 MORE_TIME = "expertwire doctor --seconds 30"
 
 
@@ -95,7 +93,6 @@ class Probe:
             return {"error": f"the check crashed ({signal_name(-self._process.returncode)})"}
         words = (err.strip() or out.strip() or "it said nothing").splitlines()[-1][:300]
         return {"error": f"{words} (exit code {self._process.returncode})"}
-
 
     def kill(self) -> None:
         """Ends it if it still runs, and does not wait for that."""

@@ -171,7 +171,8 @@ EW_API void ew_hca_interrupt(ew_hca* hca) {
 }
 
 // Waits until a word differs from what was seen of it. Returns its index, -ETIMEDOUT, or -EINTR
-// after ew_hca_interrupt or a queue's first error. Drives the engine while spinning. One thread of a context waits at a time.
+// after ew_hca_interrupt or a queue's first error. Drives the engine while spinning. One thread of a context
+// waits at a time.
 EW_API int ew_hca_wait(ew_hca* hca, const u64* const* words, const u64* seen, u32 num_words, u64 spin_ns,
                        u64 timeout_ns) {
   const u64 start = monotonic_ns();
