@@ -314,3 +314,33 @@ def test_descriptors_before_the_proof_are_not_kept(listener):
     assert psutil.Process().num_fds() <= before
     sock.close()
     os.close(fd)
+
+
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_a_descriptor_is_not_given_back_while_a_thread_may_use_its_number(pair, monkeypatch, call):
+    """Otherwise that thread polls or reads the connection that gets the number next."""
+    here, _ = pair
+    large = {"type": "x" * (control.MAX_FRAME_BYTES - 100)}  # more than a socket holds
+    inside, go, raised = threading.Event(), threading.Event(), []
+
+    def wait(*_: object) -> None:
+        inside.set()
+        assert go.wait(20)
+
+    def work() -> None:
+        try:
+            here.recv(20) if call == "recv" else here.send(large, timeout=20)
+        except ProtocolError as err:
+            raised.append(err)
+
+    monkeypatch.setattr(here, "_wait", wait)
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(20)
+    here.close()
+    assert here.fileno() >= 0
+    go.set()
+    thread.join(20)
+    assert here.fileno() == -1 and len(raised) == 1
+    with pytest.raises(ProtocolError, match="closed on this side"):
+        here.recv(1)

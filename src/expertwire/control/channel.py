@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, ProtocolError, WaitTimeout
@@ -118,6 +118,8 @@ class Channel:
         self._received = bytearray()
         self._fds: list[int] = []
         self._closed = False
+        self._num_inside = 0  # threads in send or recv: they hold the descriptor's number
+        self._inside_lock = threading.Lock()
         self.stopped = stopped
         self.authenticated = False
 
@@ -137,23 +139,29 @@ class Channel:
         if not self._send_lock.acquire(timeout=timeout):
             raise WaitTimeout(f"the peer took no message within {timeout} s", "send")
         try:
-            while frame:
-                try:
-                    if fds and isinstance(self._socket, socket.socket):
-                        sent = socket.send_fds(self._socket, [frame], list(fds))
-                        fds = ()
-                    else:
-                        sent = self._socket.send(frame)
-                    frame = frame[sent:]
-                except BlockingIOError:
-                    self._wait(select.POLLOUT, deadline, "send", timeout)
-                except OSError:
-                    raise ProtocolError(self._why_gone()) from None
+            with self._inside():
+                self._send_frame(frame, fds, deadline, timeout)
         except WaitTimeout:
             self._shutdown()
             raise
         finally:
             self._send_lock.release()
+
+    def _send_frame(
+        self, frame: memoryview, fds: Sequence[int], deadline: float, timeout: float
+    ) -> None:
+        while frame:
+            try:
+                if fds and isinstance(self._socket, socket.socket):
+                    sent = socket.send_fds(self._socket, [frame], list(fds))
+                    fds = ()
+                else:
+                    sent = self._socket.send(frame)
+                frame = frame[sent:]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline, "send", timeout)
+            except OSError:
+                raise ProtocolError(self._why_gone()) from None
 
     def recv(self, timeout: float | None) -> tuple[dict, list[int]]:
         """The next message and the descriptors that came with it (close-on-exec, the caller's).
@@ -176,7 +184,8 @@ class Channel:
                     except ProtocolError:
                         _close_all(fds)
                         raise
-            self._fill(needed - len(self._received), deadline, timeout)
+            with self._inside():
+                self._fill(needed - len(self._received), deadline, timeout)
 
     def _fill(self, missing: int, deadline: float | None, timeout: float | None) -> None:
         fds: list[int] = []
@@ -196,8 +205,6 @@ class Channel:
         except OSError:
             raise ProtocolError(self._why_gone()) from None
         self._fds += fds
-        if self._closed:
-            _close_all(fds)
         if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_FDS:
             raise ProtocolError(f"the peer sent more than {MAX_FDS} descriptors with a message")
         if not data:
@@ -231,8 +238,31 @@ class Channel:
 
     def close(self) -> None:
         """Idempotent. A thread that waits in send or recv gets ProtocolError."""
-        self._closed = True
+        with self._inside_lock:
+            self._closed = True
+            is_last = self._num_inside == 0
         self._shutdown()
+        if is_last:
+            self._end()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Generator[None]:
+        """Nobody gives the descriptor back meanwhile: its number would soon be another's. Who
+        leaves last after `close` does."""
+        with self._inside_lock:
+            if self._closed:
+                raise ProtocolError(self._why_gone())
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._inside_lock:
+                self._num_inside -= 1
+                is_last = self._closed and self._num_inside == 0
+            if is_last:
+                self._end()
+
+    def _end(self) -> None:
         self._socket.close()
         fds, self._fds = self._fds, []
         _close_all(fds)
