@@ -325,7 +325,8 @@ def make_verbs(device: FakeDevice) -> SimpleNamespace:
 
         def close(self):
             if self in device.open and self.opcode == 0x500:
-                device.qps.pop(self.number).soft.destroy()
+                qp = device.qps.pop(self.number)  # its proxy word lives until the queue is gone
+                qp.soft.destroy()
             super().close()
 
     def get_device_list():
