@@ -34,6 +34,7 @@ from ..pacing import Pace
 from ..registry.membership import Membership
 from ..trace import recorder as trace
 from . import collect, send
+from .counting import client_stats
 from .flight import Chunk, Flight, Handle
 from .inputs import Batch, InputCheck
 from .links import Links
@@ -76,7 +77,7 @@ class Client:
         self.errors: collections.Counter[str] = collections.Counter()  # completions, by syndrome
         self.dropped: collections.Counter[int] = collections.Counter()  # pairs by expert
         self._num_open = 0  # batches that are not combined yet
-        self.trace: list | None = None  # set to a list to record flight spans (collect.py)
+        self.trace: list | None = None  # set to a list to record flight spans (counting.py)
         self.seq = 0  # the last one given out
         self.closed = False
         address = registry if isinstance(registry, str) else registry.address
@@ -179,7 +180,7 @@ class Client:
 
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""
-        return collect.client_stats(self)
+        return client_stats(self)
 
     def dump(self, path: str | Path) -> None:
         """Writes the send queues to all servers to a file, for `expertwire wqe decode`.
