@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import ClientConfig
+from ..control.data_address import own_data_host
 from ..control.frames import load_token
 from ..errors import ConfigError, ExpertwireError, InFlightError, WaitTimeout
 from ..hca import open_hca
@@ -82,7 +83,7 @@ class Client:
         self.closed = False
         address = registry if isinstance(registry, str) else registry.address
         token = load_token() if token is None else token
-        self.hca = open_hca(self.config.hca)
+        self.hca = open_hca(self.config.hca, local_address=own_data_host(self.config.hca, address))
         self.engines = hca_array(self.hca.pointer)
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
