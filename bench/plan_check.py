@@ -147,7 +147,7 @@ def serve(facts: str) -> None:
     """One server of each entry [model folder, "A-B", registry, name], in this process: only one
     configuration works at a time, and starting takes most of the time otherwise."""
     from expertwire import Server
-    from expertwire.server.experts import parse_experts
+    from expertwire.model.config_file import parse_experts
 
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
