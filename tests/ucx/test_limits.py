@@ -93,7 +93,8 @@ def test_stranger_who_does_not_know_the_secret_is_not_heard(victim):
         for secret in (bytes(16), almost, wire.secret[:8] + bytes(8), bytes(8) + wire.secret[8:]):
             assert attacker.send(frame(wire, 0, write, secret=secret), b"\xff" * 64)
         assert attacker.send(b"garbage")
-        attacker.progress(lambda: victim.stat("refused_frames") == refused + 5)
+        assert attacker.send(frame(wire, 0, write, lead=65), b"\xff" * 64)  # more than there is
+        attacker.progress(lambda: victim.stat("refused_frames") == refused + 6)
         assert ctypes.string_at(victim.memory.addr, 64) == before
         check()
         assert attacker.send(frame(wire, 0, write), b"\xff" * 64)  # and who knows it is

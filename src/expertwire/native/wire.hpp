@@ -42,7 +42,7 @@ struct FrameHead {  // 80 bytes
   u32 qpn;          // the receiver's queue pair
   u32 sender_qpn;
   u32 incarnation;  // of the requester's queue pair: counts its resets
-  u32 reserved;
+  u32 lead;         // bytes before the data that mean nothing
   u64 seq;          // of a request among those of the queue pair; of a response: the entry it answers
   u64 offset, total;  // of a response: which bytes these are
   u64 first_idx;    // of a request: block index of the first op
@@ -81,7 +81,7 @@ struct Send {  // a frame under way, reused
   bool is_ack = false;
   u32 num_iov;
   u32 scratch_used;
-  ucx::Iov iov[kMaxIov];
+  ucx::Iov iov[kMaxIov + 1];  // and a lead
   u8 header[kMaxHeader];
   u8 scratch[kScratchBytes];  // inline data and operands
   std::vector<u8> bytes;      // of a response
