@@ -311,15 +311,29 @@ def compile_(
 
 @app.command()
 def chaos(
-    plan: Annotated[str, typer.Argument(help="a plan's JSON file, or the name of a shipped one")],
+    plan: Annotated[
+        str | None, typer.Argument(help="a plan's JSON file, or the name of a shipped one")] = None,
     model: Annotated[str | None, typer.Option(help="checkpoint folder; default: the shipped one")]
     = None,
     picture: Annotated[str, typer.Option(help="where to write the timeline")]
     = "expertwire-chaos.svg",
+    list_plans: Annotated[
+        bool, typer.Option("--list", help="the names of the shipped plans, and what each does")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Kill, stop, drain and start servers under load, and check every result."""
-    from ..chaos.plan import load_plan
+    from ..chaos.plan import load_plan, plan_names
+
+    if list_plans:
+        plans = {name: load_plan(name).about for name in plan_names()}
+        if as_json:
+            print_json(plans)
+        else:
+            print("\n".join(f"{name:20} {about}" for name, about in plans.items()))
+        return
+    if plan is None:
+        raise typer.BadParameter("name a plan, or ask for the shipped ones with --list")
     from ..chaos.report import report_lines
     from ..chaos.run import run_chaos
 
