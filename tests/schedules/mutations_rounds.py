@@ -21,13 +21,11 @@ _REPLY_FLAG = (
     "message.head.seq,\n"
     "             slot.previous_reply_seq, slot.slot_idx, slot.signal_mode, 0, status, m);\n"
 )
-_WAIT = """  u64 seen;
-  while ((seen = load_acquire(flag, Scope::kSystem)) != seq) {
-    if (clock_ns() > deadline) return wrong(kTimeout, seq, seen);
-    spin_pause();
-  }
+_WAIT = """  wait_replies(args, seq, &code);
+  block_sync();
+  if (code != kOk) return fail(args, code);
 """
-_READ_HEAD = "  const ReplyHead head = *at<const ReplyHead>(head_addr);\n"
+_HOLD_HEAD = "  const HeldHead held = hold_head(args, first_head());\n"
 _ARRIVE = "    fence_acq_rel(Scope::kGpu);\n    if (atomic_add("
 
 MUTATIONS = [
@@ -62,7 +60,7 @@ MUTATIONS = [
         "    if (thread_idx() == 0) write_reply_head(args, message, slot);\n", "rounds",
     ),
     Mutation(
-        "reply head read before its flag", COMBINE, _WAIT + _READ_HEAD, _READ_HEAD + _WAIT,
+        "reply head read before its flag", COMBINE, _WAIT + _HOLD_HEAD, _HOLD_HEAD + _WAIT,
         "rounds",
     ),
     Mutation(
@@ -72,8 +70,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows added before all replies are in", COMBINE,
-        "  wait_replies(args, &code);\n  block_sync();\n  if (code",
-        "  wait_replies(args, &code);\n  if (code", "rounds_direct",
+        _WAIT, _WAIT.replace("  block_sync();\n", ""), "rounds_direct",
     ),
     Mutation(
         "every block of a direct send releases the flags", SEND,

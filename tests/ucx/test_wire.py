@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from expertwire.chaos.fleet import wait_stopped
 from expertwire.control.handles import WireHandle
 from expertwire.errors import HcaError
 from expertwire.hca import open_hca
@@ -200,6 +201,7 @@ def test_silent_peer_is_lost_after_the_timeout(far):
     """SIGSTOP: its TCP still answers, its engine does not."""
     here, child, addr, rkey = far
     child.send_signal(signal.SIGSTOP)
+    wait_stopped(child.pid)
     try:
         here.write(addr, rkey, count=2)
         assert 0.8 < here.wait_done() < 6
