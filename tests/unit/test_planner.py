@@ -29,6 +29,7 @@ from expertwire.planning.costs import (
     fit_costs,
     fit_nonnegative,
     parse_link,
+    typical,
     with_link,
 )
 from expertwire.planning.predict import (
@@ -116,6 +117,19 @@ def test_processes_that_work_at_once_share_the_cpus():
         crowded, roomy = predict(work, servers, costs), predict(work, servers, own)
         served = roomy.experts_us + own.server_us
         assert crowded.layer_us - roomy.layer_us == pytest.approx((share - 1) * served)
+
+
+def test_the_parts_of_a_typical_message_add_up_to_its_time():
+    """Parts that vary by themselves: their lower deciles add up to less than anything takes."""
+    rng = np.random.default_rng(3)
+    trips, experts = 100 + rng.exponential(100, 2000), 50 + rng.exponential(50, 2000)
+    samples = [{"trip_us": t, "experts_us": e} for t, e in zip(trips, experts, strict=True)]
+    for quantile in (0.1, 0.5):
+        found = typical(samples, quantile)
+        whole = np.quantile(trips + experts, quantile)
+        assert found["trip_us"] + found["experts_us"] == pytest.approx(whole, rel=0.03)
+        assert np.quantile(trips, quantile) + np.quantile(experts, quantile) < 0.97 * whole
+    assert typical(samples[:1], 0.1) == samples[0] == typical(samples[:1], 1.0)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4, 8])
