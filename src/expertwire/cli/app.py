@@ -185,6 +185,8 @@ def serve(
         look_at_server(server, metrics_port)
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
+    if hasattr(server, "startup"):
+        print(f"{server.name}: started after {server.startup}", flush=True)
     wait_for(lambda: run_server(server))
 
 
