@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
     parser.addoption(
-        "--planted-bugs", choices=["some", "all"], default="some",
-        help="of tests/schedules/test_mutations.py: every third (default) or all",
+        "--planted-bugs", choices=["some", "rest", "all"], default="some",
+        help="of tests/schedules/test_mutations.py: every third (default), the others, or all",
     )
     parser.addoption(
         "--ucx", action="store_true",
