@@ -36,7 +36,7 @@ EW_DEVICE u32 wait_reply(const ClientCombineArgs& args, u32 s, u64 seq, u64 dead
     if (clock_ns() > deadline) return wrong(kTimeout, seq, seen);
     spin_pause();
   }
-  const ReplyHead head = *at<const ReplyHead>(head_addr);
+  const ReplyHead head = load_plain(at<const ReplyHead>(head_addr));
   if (head.magic != kReplyMagic || head.version != kWireVersion || head.seq != seq ||
       head.head_checksum != head_checksum(&head, sizeof(head) - 8))
     return wrong(kBadArgument, seq, head.seq);
