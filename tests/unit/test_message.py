@@ -100,10 +100,10 @@ expert_ids = st.sampled_from([*HELD, -1])
 
 
 @st.composite
-def messages(draw):
+def messages(draw, types=(1, 2, 3, FP8)):
     """shape, ids [rows, k] (no row of nothing), hidden bytes, weights, scales or None."""
     rows, top_k = draw(st.integers(1, MAX_ROWS)), draw(st.integers(1, TOP_K))
-    hidden_size, data_type = draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 3, FP8]))
+    hidden_size, data_type = draw(st.integers(1, 40)), draw(st.sampled_from(types))
     fp8 = data_type == FP8
     model_type = draw(st.sampled_from([1, 2, 3])) if fp8 else data_type
     shape = MessageShape(
@@ -261,7 +261,7 @@ def damaged(raw: bytes, damage: dict[int, int]) -> bytes:
     return bytes(out)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(messages(), st.data())
 def test_any_damage_of_a_request_is_refused_or_stays_within_bounds(m, data):
     raw = pack(m)
@@ -318,8 +318,8 @@ def combine(m: SimpleNamespace, raw: bytes) -> tuple[KernelStatus, np.ndarray]:
 @st.composite
 def echoes(draw):
     """Messages that can be answered with their own rows, which are numbers."""
-    m = draw(messages().filter(lambda m: m.shape.data_type == m.shape.reply_type))
-    m.shape.reply_mode = ReplyMode.SUM
+    m = draw(messages(types=(1, 2, 3)))
+    m.shape.reply_mode, m.shape.reply_type = ReplyMode.SUM, m.shape.data_type
     m.hidden &= 0x3F  # finite in every type
     return m
 
@@ -341,7 +341,7 @@ def test_a_reply_is_what_the_document_says_and_is_read_back(m):
     assert status.code == 0 and (output == m.hidden).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(echoes(), st.data())
 def test_any_damage_of_a_reply_is_noticed_or_stays_in_its_rows(m, data):
     raw = reply_to(m)
