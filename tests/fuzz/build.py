@@ -26,10 +26,11 @@ from expertwire.message import RequestLayout
 
 HERE = Path(__file__).parent
 NATIVE = Path(expertwire.__file__).parent
-ENGINE = ("soft_*.cpp", "wire*.cpp", "trace.cpp", "error.cpp")
+FIBERS = ("fiber*", "schedule.cpp", "history.cpp")
+ENGINE = ("soft_*.cpp", "wire*.cpp", "trace.cpp", "error.cpp", *FIBERS)
 SOURCES = {
     "wqe": (*ENGINE, "ucx_load.cpp"),
-    "head": ("fiber*", "schedule.cpp", "error.cpp"),  # and rows.cpp
+    "head": (*FIBERS, "error.cpp"),  # and rows.cpp
     "wire": ENGINE,
 }
 FLAGS = ["-std=c++20", "-g1", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.schedules.mutations import Mutation
 
 POLL, GATHER, REPLY = "server_poll.cuh", "server_gather.cuh", "server_reply.cuh"
-SEND, COMBINE, GRID, FAILOVER = (
-    "client_send.cuh", "client_combine.cuh", "grid.cuh", "client_failover.cuh")
+SEND, COMBINE, GRID, FAILOVER, ECHO = (
+    "client_send.cuh", "client_combine.cuh", "grid.cuh", "client_failover.cuh", "server_echo.cuh")
 
 _REPLY_ROWS = (
     "    if (!ibgda_put_nbi_warp<false>(peer, slot.remote_reply_addr, slot.reply_addr, rows_bytes, "
@@ -29,6 +29,24 @@ _HOLD_HEAD = "  const HeldHead held = hold_head(args, first_head());\n"
 _ARRIVE = "    fence_acq_rel(Scope::kGpu);\n    if (atomic_add("
 
 MUTATIONS = [
+    *(Mutation(
+        f"server's flag without acquire, {scenario}", POLL,
+        "return load_acquire(at<const u64>(slot_flag(",
+        "return load_relaxed(at<const u64>(slot_flag(", scenario,
+    ) for scenario in ("rounds", "rounds_direct")),
+    *(Mutation(
+        f"reply's flag without acquire, {scenario}", COMBINE,
+        "(seen = load_acquire(flag, Scope::kSystem)) != seq",
+        "(seen = load_relaxed(flag, Scope::kSystem)) != seq", scenario,
+    ) for scenario in ("rounds", "rounds_direct", "grids", "failover")),
+    Mutation(
+        "echo's flag without acquire", ECHO, "load_acquire(at<const u64>(batch.flag[i])",
+        "load_relaxed(at<const u64>(batch.flag[i])", "echo",
+    ),
+    Mutation(
+        "echo of what one block saw", ECHO, "    if (count != grid_dim()) continue;",
+        "    if (count == 0) continue;", "echo",
+    ),
     Mutation(
         "poll takes a message twice", POLL, "    slot.last_seq = seq;\n", "", "rounds",
     ),
