@@ -116,7 +116,7 @@ def _cpu_figures(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
     num_before = 0
     for lap in run.laps:
         spent = np.array(lap.cpu_ns, np.float64)
-        if not spent.all() or lap.end_ns - lap.steady_ns < 2 * SPAN_NS:
+        if not spent.all() or lap.end_ns - lap.steady_ns < SPAN_NS:
             continue
         for load in loads:
             ended = np.asarray(load.log.ended_ns, np.int64)
