@@ -4,6 +4,8 @@ where tests/mlx5_fake.py takes over and software HCAs execute the queues."""
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.mlx5_fake import Fabric, FakeDevice, FakePort
 
 import expertwire.hca.mlx5.hca as mlx5_hca
 from expertwire import Client, Registry, Server
+from expertwire.chaos.network import RETRY_EXCEEDED
 from expertwire.demo import demo_model_path
 from expertwire.errors import NoServerError
 from expertwire.hca.mlx5.device import Device
@@ -66,6 +69,35 @@ def test_layer_goes_over_adapters_and_a_lost_server_is_replaced(adapters, monkey
         servers[0].close()
         assert torch.equal(there.moe(0, hidden, topk_ids, topk_weights), expected)
     assert all(not device.open for device in adapters.values())
+
+
+def test_a_lost_reply_costs_no_deadline(adapters):
+    """An adapter does not tell of an error completion; the server looks, and closes the connection:
+    the client sends the rows elsewhere, long before the deadline."""
+    lost = threading.Event()
+
+    def lose_one(_context, _qpn, _idx, _wqe, _bytes) -> int:
+        if lost.is_set():
+            return 0
+        lost.set()
+        return RETRY_EXCEEDED
+
+    with contextlib.ExitStack() as stack:
+        registry = stack.enter_context(Registry("127.0.0.1:0"))
+        for i in (1, 2):
+            stack.enter_context(Server.from_checkpoint(
+                demo_model_path(), range(16), registry, hca=f"mlx5:mlx5_{i}", listen="127.0.0.1"))
+        client = stack.enter_context(
+            Client(registry, hca="mlx5:mlx5_0", signal_mode="add", reply_timeout=60.0))
+        client.links.wait(lambda table: len(table.links) == 2, 30)
+        hidden, ids = torch.randn(9, 128, dtype=torch.bfloat16), torch.randint(0, 16, (9, 2))
+        expected = client.moe(0, hidden, ids, torch.ones(9, 2))
+        for name in ("mlx5_1", "mlx5_2"):  # what servers post are replies only
+            adapters[name].soft.set_hook(lose_one)
+        start = time.monotonic()
+        assert torch.equal(client.moe(0, hidden, ids, torch.ones(9, 2)), expected)
+        assert lost.is_set() and client.stats()["retries"] == 1
+        assert time.monotonic() - start < 30, "the deadline is 60 s"
 
 
 def test_plain_writes_as_flags_are_refused_on_a_path_that_promises_nothing(adapters):

@@ -39,7 +39,8 @@ def made_up(hurt=1.0, after=1.0, noise=0.3, seed=1):
                 log.add(int(now * 1e9), int((now + seconds) * 1e9), int(cpu))
                 now += seconds
         lap = SimpleNamespace(phase=phase, begin_ns=int(begin * 1e9), end_ns=int(now * 1e9),
-                              steady_ns=int(begin * 1e9), cpu_ns=(0, 0))
+                              steady_ns=int(begin * 1e9), cpu_ns=(0, 0),
+                              replies=(404 if failed else 400, 400))
         if not phase.starts_processes:
             num_steps = sum(at >= lap.begin_ns for at in load.log.ended_ns)
             lap.cpu_ns = int(4e6 * num_steps * factor), int(4e6 * num_steps)
@@ -66,6 +67,7 @@ def test_a_loss_is_found_under_a_machine_that_changes_more(hurt, after):
         assert found["cpu_ratio"] == pytest.approx(1 / hurt, abs=0.01)
         assert found["cpu_interval"][1] - found["cpu_interval"][0] < 0.03
     assert found["cpu_recovered"] == pytest.approx(1 / after, abs=0.02)
+    assert found["recovered_messages"] == 1.01
     assert found["starting_slowdown"] > 1.1, "the twin pays for the processor, too"
 
 

@@ -50,6 +50,16 @@ def test_a_phase_says_what_is_broken():
             parse_plan({"servers": SERVERS, "phases": [{"slow": slow}]}, "mine")
 
 
+def test_a_phase_may_come_several_times():
+    content = [{"times": 2}, {"kill": "a"}, {"start": "a", "times": 2}, {"name": "end"}]
+    plan = parse_plan({"servers": SERVERS, "rounds": 2, "phases": content}, "mine")
+    round_of = ["kill a", "start a", "start a"]
+    assert [p.name for p in plan.phases] == ["calm", "calm", *round_of, *round_of, "end"]
+    for times in (0, 2.0, True, 1001):
+        with pytest.raises(ConfigError, match="times must be"):
+            parse_plan({"servers": SERVERS, "phases": [{"times": times}]}, "mine")
+
+
 def test_the_longest_pause_is_on_top_and_nothing_sticks_out():
     plan = parse_plan({"servers": SERVERS, "phases": [
         {"seconds": 1}, {"network": {"hang": "a"}, "seconds": 1}]}, "mine")

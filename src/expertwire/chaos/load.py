@@ -112,6 +112,12 @@ class LoadThread:
                     for i, link in enumerate(table.links)
                     if link.patience.counters.durations.count >= ENOUGH), default=0.0)
 
+    def num_replies(self) -> tuple[int, int]:
+        """Of the servers that are connected, to the client and to its twin, since the start."""
+        count = [sum(link.patience.counters.durations.count for link in client.links.table.links)
+                 for client in (self.client, self.twin) if client is not None]
+        return count[0], count[-1]
+
     def start(self) -> None:
         self._thread.start()
 

@@ -23,6 +23,9 @@ again. A process that starts takes processor time from both, and so costs neithe
 after failures; `recovered_ratio` compares those after the first failure with those before it. A
 calm phase's first second does not count: a process that is new computes slowly.
 
+A server that comes back has another seat, so tokens choose their replicas anew, and a batch may be
+split into more or fewer messages than before, for good. `recovered_messages` says by how much.
+
 `cpu_ratio` is the same ratio once more for the processor time of a step, of the client's thread and
 of all servers together, phase by phase, without phases in which processes start (`cpu_recovered`:
 calm phases after the first failure against those before). Intervals take spans, or phases, for
@@ -58,6 +61,7 @@ def paired_figures(run: ChaosRun, loads: list[LoadThread], pause_ms: float) -> d
     calm: list[np.ndarray] = []  # x of the pairs of a span
     hurt: list[np.ndarray] = []
     num_before = 0  # of calm: before the first failure
+    replies: tuple[list[float], list[float]] = [], []  # client's over twin's, before and after
     calm_ms: list[float] = []  # the twin's mean steps
     starting_ms: list[float] = []
     for lap in run.laps:
@@ -68,6 +72,8 @@ def paired_figures(run: ChaosRun, loads: list[LoadThread], pause_ms: float) -> d
                     calm_ms.append(twin_ms)
                 elif lap.phase.starts_processes:
                     starting_ms.append(twin_ms)
+        if lap.phase.is_calm and min(lap.replies) > 0:
+            replies[bool(hurt)].append(math.log(lap.replies[0] / lap.replies[1]))
         if lap.phase.is_calm and not hurt:
             num_before = len(calm)
     ratio, interval = shift(hurt, calm)
@@ -77,6 +83,8 @@ def paired_figures(run: ChaosRun, loads: list[LoadThread], pause_ms: float) -> d
         "throughput_ratio": ratio, "throughput_interval": interval,
         **_cpu_figures(run, loads),
         "recovered_ratio": recovered, "recovered_interval": recovered_interval,
+        "recovered_messages": round(math.exp(np.mean(replies[1]) - np.mean(replies[0])), 4)
+        if all(replies) else None,
         "starting_slowdown": None if slowdown is None else round(slowdown, 3),
         "pairs": {"calm": sum(map(len, calm)), "hurt": sum(map(len, hurt)),
                   "calm_before": sum(map(len, calm[:num_before]))},
@@ -116,7 +124,7 @@ def _cpu_figures(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
     num_before = 0
     for lap in run.laps:
         spent = np.array(lap.cpu_ns, np.float64)
-        if not spent.all() or lap.end_ns - lap.steady_ns < 2 * SPAN_NS:
+        if not spent.all() or lap.end_ns - lap.steady_ns < SPAN_NS:
             continue
         for load in loads:
             ended = np.asarray(load.log.ended_ns, np.int64)

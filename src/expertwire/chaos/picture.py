@@ -139,8 +139,9 @@ def _box(bar: Bar, y: float, scale: float) -> str:
     box = (f"<rect x='{LEFT + bar.begin * scale:.2f}' y='{y}' width='{width:.2f}' "
            f"height='{LANE_HEIGHT}' fill='{COLOURS[bar.state]}'>"
            f"<title>{escape(bar.what)}: {bar.end - bar.begin:.2f} s</title></rect>")
-    if text_width(bar.label, 11) + 4 < width:
-        box += text(LEFT + bar.begin * scale + width / 2, y + LANE_HEIGHT / 2 + 4, bar.label,
-                    size=11, anchor="middle",
-                    fill="#1f2430" if bar.state == "not there" else "#ffffff")
+    for label in dict.fromkeys((bar.label, bar.label.partition(":")[0])):  # the longest that fits
+        if text_width(label, 11) + 4 < width:
+            return box + text(LEFT + bar.begin * scale + width / 2, y + LANE_HEIGHT / 2 + 4, label,
+                              size=11, anchor="middle",
+                              fill="#1f2430" if bar.state == "not there" else "#ffffff")
     return box

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, field, fields
@@ -116,10 +117,10 @@ def parse_plan(content: object, name: str) -> Plan:
     if content.get("signal_mode", "write") not in list(SIGNAL_MODES):
         raise ConfigError(f"plan {name}: signal_mode is one of {', '.join(SIGNAL_MODES)}")
     rest: dict[str, Any] = {"name": name} | content
-    rest["phases"] = [_parse_phase(phase, i, name) for i, phase in enumerate(phases)]
+    parsed = [_parse_phase(phase, i, name) for i, phase in enumerate(phases)]
+    first, *middle, last = parsed if len(parsed) > 1 else [*parsed, []]
+    rest["phases"] = list(itertools.chain(first, *middle * content.get("rounds", 1), last))
     plan = Plan(**rest)
-    first, *middle, last = plan.phases if len(plan.phases) > 1 else [*plan.phases, None]
-    plan.phases = [p for p in (first, *middle * plan.rounds, last) if p is not None]
     _check_names(plan)
     return plan
 
@@ -136,16 +137,21 @@ def _number(value: object, what: str, most: float) -> float:
     return float(value)
 
 
-def _parse_phase(content: object, idx: int, plan: str) -> Phase:
+def _parse_phase(content: object, idx: int, plan: str) -> list[Phase]:
+    """As many of it as it says."""
     where = f"plan {plan}, phase {idx}"
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: it must be a JSON object")
-    known = {"name", "seconds", "join", "network", "slow", *SERVER_ACTIONS, *REGISTRY_ACTIONS}
+    known = {"name", "seconds", "times", "join", "network", "slow",
+             *SERVER_ACTIONS, *REGISTRY_ACTIONS}
     if unknown := set(content) - known:
         raise ConfigError(f"{where}: unknown {', '.join(sorted(unknown))}; "
                           f"known are {', '.join(sorted(known))}")
     seconds = _number(content.get("seconds", 0.0), f"{where}: seconds", 3600)
     slow = _number(content["slow"], f"{where}: slow", 10) if "slow" in content else None
+    times = content.get("times", 1)
+    if not isinstance(times, int) or isinstance(times, bool) or not 1 <= times <= 1000:
+        raise ConfigError(f"{where}: times must be a whole number from 1 to 1000, not {times!r}")
     actions: list[tuple[str, Any]] = []
     for kind, value in content.items():
         if kind in SERVER_ACTIONS:
@@ -166,7 +172,8 @@ def _parse_phase(content: object, idx: int, plan: str) -> Phase:
     if slow is not None:
         words.append(f"slow {slow:g}")
     name = str(content.get("name") or ", ".join(words) or "calm")
-    return Phase(name.replace("_registry registry", " registry"), seconds, actions, network, slow)
+    name = name.replace("_registry registry", " registry")
+    return [Phase(name, seconds, actions, network, slow)] * times
 
 
 def _check_names(plan: Plan) -> None:

@@ -26,6 +26,7 @@ from .picture import draw_chaos
 from .plan import Phase, Plan
 from .replies import tell
 from .report import verdict
+from .resources import Resources, cpu_ns
 
 SETTLE_SECONDS = 90.0  # until all clients are connected to all servers again
 LOOK_SECONDS = 0.02
@@ -52,41 +53,7 @@ class Lap:
     deadline_ms: float = 0.0  # the longest that a server would have been waited for
     steady_ns: int = 0  # a calm phase's first second is not steady: a new process computes slowly
     cpu_ns: tuple[int, int] = (0, 0)  # since then, of the servers that run, and of the twin's
-
-
-@dataclass
-class Resources:
-    """What must not grow: descriptors, threads and shared-memory mappings of a process."""
-
-    fds: int
-    threads: int
-    mappings: int
-    rss_kb: int
-
-    @classmethod
-    def of(cls, pid: int | str = "self") -> Resources:
-        folder = Path(f"/proc/{pid}")
-        status = dict(
-            line.split(":", 1) for line in (folder / "status").read_text().splitlines()
-        )
-        return cls(
-            len(os.listdir(folder / "fd")), int(status["Threads"]),
-            (folder / "maps").read_text().count("memfd:expertwire"),
-            int(status.get("VmRSS", "0 kB").split()[0]),
-        )
-
-    def growth(self, before: Resources) -> dict[str, int]:
-        return {name: max(0, getattr(self, name) - getattr(before, name))
-                for name in ("fds", "threads", "mappings")}
-
-
-def cpu_ns(pid: int) -> int:
-    """Processor time of all threads that a process has now (the kernel's sched-stats)."""
-    total = 0
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
-            total += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
-    return total
+    replies: tuple[int, int] = (0, 0)  # since then, to the clients, and to their twins
 
 
 class ChaosRun:
@@ -196,6 +163,7 @@ class ChaosRun:
             settling = min(STEADY_SECONDS, phase.seconds / 2) if phase.is_calm else 0.0
             self._load(settling, loads)
             lap.steady_ns, spent = time.monotonic_ns(), self._servers_cpu_ns()
+            replies = _num_replies(loads)
             self._load(phase.seconds - settling, loads)
             if phase.network is not None:
                 self._mend_network(phase.network, loads)
@@ -208,9 +176,9 @@ class ChaosRun:
                 while sum(load.num_steps for load in loads) < self.plan.min_steps:
                     self._load(0.1, loads)
             lap.end_ns = time.monotonic_ns()
+            lap.replies = _minus(_num_replies(loads), replies)
             if not phase.starts_processes:  # what loading takes is no step's
-                now = self._servers_cpu_ns()
-                lap.cpu_ns = (now[0] - spent[0], now[1] - spent[1])
+                lap.cpu_ns = _minus(self._servers_cpu_ns(), spent)
             if calm is None:
                 calm, servers = Resources.of(), self._server_resources()
         if calm is not None and self.plan.phases[-1].is_calm:
@@ -366,6 +334,15 @@ class ChaosRun:
     def _say(self, text: str) -> None:
         if self._out is not None:
             print(text, file=self._out, flush=True)
+
+
+def _num_replies(loads: list[LoadThread]) -> tuple[int, int]:
+    counts = [load.num_replies() for load in loads]
+    return sum(client for client, _ in counts), sum(twin for _, twin in counts)
+
+
+def _minus(these: tuple[int, int], those: tuple[int, int]) -> tuple[int, int]:
+    return these[0] - those[0], these[1] - those[1]
 
 
 def _fail_next(load: LoadThread, server: str) -> None:

@@ -226,6 +226,7 @@ class GpuHca:
 
     network = False
     relaxed_ordering = False
+    tells_errors = True
     pointer = 0  # the fiber scheduler does not drive this one
     pd = 1
 

@@ -72,6 +72,7 @@ class Hca(Protocol):
     network: bool  # peers are on other hosts: connect_peer instead of import_peer
     scheme: str  # with `network`: of the addresses of servers that are reached through it
     relaxed_ordering: bool  # writes may land in another order than they were posted
+    tells_errors: bool  # a queue's first error ends a wait; otherwise somebody has to look
 
     def alloc(self, num_bytes: int) -> Memory: ...
     def register(self, addr: int, num_bytes: int, access: int) -> MemoryRegion: ...

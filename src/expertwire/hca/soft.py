@@ -265,6 +265,7 @@ class SoftHca(_Handle):
 
     _what = "HCA"
     network, scheme = False, ""
+    tells_errors = True
 
     def __init__(self, *, thread: bool = True, spin: bool = False):
         super().__init__()

@@ -54,6 +54,7 @@ class Experts(Protocol):
 
 # Of what is refused, the first ones of a client and then few are logged: it decides how many come.
 TOLD, TOLD_EVERY = 5, 10_000
+LOOK_NS = 50_000_000  # between looks for errors of queues that nobody tells of
 NATIVE_STAGES = ("poll", "gather", "reply")
 
 
@@ -86,6 +87,7 @@ class Batcher:
         self.times = StageTimes()
         self.refusals: collections.Counter[str] = collections.Counter()  # messages, by reason
         self.errors: collections.Counter[str] = collections.Counter()  # replies, by syndrome
+        self._looked_ns = 0  # when for errors that nobody tells of
         self._num_layers = model["num_layers"]
         # (ids, rows of each layer and id, rows by id with former shards): read by other threads
         self._counted = ([], np.zeros((0, 0), np.int64), np.zeros(self.num_experts, np.int64))
@@ -217,6 +219,16 @@ class Batcher:
 
         Returns clients that could not be answered.
         """
+        if hca.tells_errors:
+            return self._serve(hca, epoch, seat, timeout_ns)
+        broken = self._serve(hca, epoch, seat, min(timeout_ns, LOOK_NS))
+        now = time.monotonic_ns()
+        if not broken and now - self._looked_ns >= LOOK_NS:
+            self._looked_ns = now
+            return self._failed_links()
+        return broken
+
+    def _serve(self, hca: Hca, epoch: int, seat: int, timeout_ns: int) -> list[ClientLink]:
         native = self._native
         native.hca = hca.pointer
         reply = self._reply

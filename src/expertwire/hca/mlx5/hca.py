@@ -91,6 +91,7 @@ class Mlx5Hca:
     """
 
     network, scheme = True, "mlx5"
+    tells_errors = False  # completions are polled; an event channel would need another interrupt
 
     def __init__(
         self, device: str, *, doorbell: str | None = None,
