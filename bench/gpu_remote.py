@@ -22,11 +22,13 @@ Results of remote and local must be the same bits. The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -64,6 +66,17 @@ def serve(options: argparse.Namespace) -> None:
         print("ready", flush=True)
         print(f"server: started after {service.startup}", file=sys.stderr, flush=True)
         service.serve_forever()
+
+
+@contextlib.contextmanager
+def server_process(options: argparse.Namespace) -> Iterator[str]:
+    """A registry's address, once a server in another process is there."""
+    arguments = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name, _ in SIZES]
+    with Registry("127.0.0.1:0", token=TOKEN) as registry:
+        command = [sys.executable, __file__, "--registry", registry.address, *arguments]
+        with Child("experts", command) as child:
+            child.wait_ready()
+            yield registry.address
 
 
 class Trip:
@@ -147,26 +160,22 @@ def main() -> None:
         return serve(options)
     started = time.monotonic()
     sizes = [int(text) for text in options.rows.split(",")]
-    arguments = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name, _ in SIZES]
-    with Registry("127.0.0.1:0", token=TOKEN) as registry:
-        command = [sys.executable, __file__, "--registry", registry.address, *arguments]
-        with Child("experts", command) as child:
-            model = make_model(options)
-            experts = GpuExperts.from_model(model)
-            child.wait_ready()
-            ready = round(time.monotonic() - started, 1)
-            rows: dict[int, dict[str, float]] = {num_rows: {} for num_rows in sizes}
-            connected = 0.0
-            # One client at a time: an idle one's server looks for messages, too.
-            for kind, invariant in (("", True), (", sums", False)):
-                common = dict(max_rows=max(sizes), batch_invariant=invariant)
-                with LocalExperts(experts, options.top_k, **common) as local, RemoteExperts(
-                        registry.address, token=TOKEN, device=0, **common) as remote:
-                    connected = connected or round(time.monotonic() - started, 1)
-                    for num_rows in sizes:
-                        found = compare(num_rows, local, remote, options)
-                        rows[num_rows] |= {name + kind: us for name, us in found.items()}
-                        print(f"{num_rows} rows{kind}:", found, flush=True)
+    model = make_model(options)
+    experts = GpuExperts.from_model(model)
+    with server_process(options) as registry:
+        ready = round(time.monotonic() - started, 1)
+        rows: dict[int, dict[str, float]] = {num_rows: {} for num_rows in sizes}
+        connected = 0.0
+        # One client at a time: an idle one's server looks for messages, too.
+        for kind, invariant in (("", True), (", sums", False)):
+            common = dict(max_rows=max(sizes), batch_invariant=invariant)
+            with LocalExperts(experts, options.top_k, **common) as local, RemoteExperts(
+                    registry, token=TOKEN, device=0, **common) as remote:
+                connected = connected or round(time.monotonic() - started, 1)
+                for num_rows in sizes:
+                    found = compare(num_rows, local, remote, options)
+                    rows[num_rows] |= {name + kind: us for name, us in found.items()}
+                    print(f"{num_rows} rows{kind}:", found, flush=True)
         trip = Trip(options.hidden)
         for num_rows in sizes:
             rows[num_rows] |= without_servers(num_rows, model, experts, options)
