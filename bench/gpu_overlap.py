@@ -160,7 +160,8 @@ def main() -> None:
     sizes = [int(text) for text in options.rows.split(",")]
     facts: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "gpus": options.gpus, "hidden": options.hidden,
-        "middle": options.middle, "experts": options.experts, "top_k": options.top_k, "layers": options.layers, "rows": {},
+        "middle": options.middle, "experts": options.experts, "top_k": options.top_k,
+        "layers": options.layers, "rows": {},
     }
     with experts_of(options, max(sizes)) as local, torch.inference_mode():
         for num_rows in sizes:
