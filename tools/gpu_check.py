@@ -41,6 +41,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,8 @@ def run_stage(name: str, stage: Stage, out: Path, limit: float) -> dict[str, Any
     text = path.read_text(errors="replace")
     with open(out / "gpu_check.log", "a") as whole:
         whole.write(f"==== {name}\n{text}\n")
+    for picture in BUILD.glob("*.svg") if out != BUILD else ():
+        shutil.copy(picture, out)
     lines = text.strip().splitlines()
     print("\n".join(lines[-60 if code else -20 :]), flush=True)
     try:
