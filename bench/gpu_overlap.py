@@ -88,7 +88,8 @@ def experts_of(options: argparse.Namespace, num_rows: int) -> Iterator[GpuLayers
             yield local
         return
     with gpu_remote.server_process(options) as registry, RemoteExperts(
-            registry, token=gpu_remote.TOKEN, device=0, max_rows=num_rows) as remote:
+            registry, token=gpu_remote.TOKEN, device=0, connect_timeout=60.0,
+            max_rows=num_rows) as remote:
         yield remote
 
 

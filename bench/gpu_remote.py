@@ -42,7 +42,7 @@ from expertwire.cuda.layers import GpuLayers
 from expertwire.cuda.local import LocalExperts
 from expertwire.cuda.remote import RemoteExperts
 from expertwire.cuda.service import ExpertService
-from expertwire.model.checkpoint import pluggable
+from expertwire.model.checkpoint import ModelInfo, pluggable
 from expertwire.registry.registry import Registry
 from gpu_moe import Grouped, draw, graph_us, make_model
 
@@ -57,11 +57,12 @@ def serve(options: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(device)
     experts = GpuExperts.from_model(make_model(options))
-    info = {
-        "name": experts.name, "num_layers": experts.num_layers, "hidden_size": experts.hidden_size,
-        "num_experts": options.experts, "top_k": options.top_k, "dtype": "bfloat16",
-    }
-    with ExpertService(experts, info, options.registry, token=TOKEN) as service:
+    info = ModelInfo(
+        fingerprint="gpu_remote", name=experts.name, model_type=experts.name,
+        num_layers=experts.num_layers, num_experts=options.experts, hidden_size=options.hidden,
+        top_k=options.top_k, dtype="bfloat16",
+    )
+    with ExpertService(experts, info.as_dict(), options.registry, token=TOKEN) as service:
         service.wait_registered(20)
         print("ready", flush=True)
         print(f"server: started after {service.startup}", file=sys.stderr, flush=True)
@@ -170,7 +171,7 @@ def main() -> None:
         for kind, invariant in (("", True), (", sums", False)):
             common = dict(max_rows=max(sizes), batch_invariant=invariant)
             with LocalExperts(experts, options.top_k, **common) as local, RemoteExperts(
-                    registry, token=TOKEN, device=0, **common) as remote:
+                    registry, token=TOKEN, device=0, connect_timeout=60.0, **common) as remote:
                 connected = connected or round(time.monotonic() - started, 1)
                 for num_rows in sizes:
                     found = compare(num_rows, local, remote, options)
