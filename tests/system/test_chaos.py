@@ -10,13 +10,13 @@ import time
 import pytest
 import torch
 
-from expertwire.chaos.load import NUM_BATCHES, Oracle
+from expertwire.chaos.load import NUM_BATCHES, Oracle, StepLog
+from expertwire.chaos.picture import chaos_svg
 from expertwire.chaos.plan import load_plan, parse_plan, plan_names
-from expertwire.chaos.report import chaos_svg
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError
 from expertwire.model.checkpoint import load_experts
-from expertwire.server.experts import parse_experts
+from expertwire.model.config_file import parse_experts
 
 SERVERS = {"a": "0-15", "b": "0-15"}
 
@@ -151,13 +151,14 @@ def test_a_plan_from_a_file(tmp_path):
 
 
 def test_a_picture_of_nothing_much_is_still_a_picture():
-    from array import array
     from types import SimpleNamespace
 
     from expertwire.chaos.run import Event, Lap
 
     plan = parse_plan({"servers": SERVERS, "phases": [{"seconds": 1}]}, "mine")
-    load = SimpleNamespace(started_ns=array("q", [5, 10**9]), ended_ns=array("q", [10, 2 * 10**9]))
+    load = SimpleNamespace(log=StepLog())
+    load.log.add(5, 10, 0)
+    load.log.add(10**9, 2 * 10**9, 0)
     run = SimpleNamespace(
         plan=plan, laps=[Lap(plan.phases[0], 0, 3 * 10**9)],
         events=[Event(5 * 10**8, "error", "a"), Event(10**9, "kill", "a")],

@@ -15,14 +15,19 @@ BOTH = [[0, 1, 2, 3], [0, 1, 2, 3]]
     (dict(mtu=64, max_delay=5), "write"), (dict(mtu=64, max_delay=5, reorder=True), "add"),
 ])
 def test_a_slot_that_is_used_again_never_gives_old_rows(request, path, faults, signal_mode):  # noqa: F811
-    """Row r of batch n holds n and r: a stale payload, head or flag shows in the sum."""
+    """Row r of batch n holds n and r: a stale payload, head or flag shows in the sum.
+
+    One batch at a time through three threads: beside other work they must sleep, not spin. Who
+    yields a core that others want has it back after their time slices, who is woken at once.
+    """
     path(**faults)
     count = request.config.getoption("--slot-reuse")
     ids = torch.tensor([[0, 3], [1, 2], [2, 0]])
     weights = torch.tensor([[0.5, 0.25], [1.0, 0.5], [0.25, 0.25]])
     scale = ((ids + 1) * weights).sum(dim=1, keepdim=True)
     plus = (ids * weights).sum(dim=1, keepdim=True)
-    with cluster(BOTH, MODEL, num_slots=1, signal_mode=signal_mode) as (client, servers, _):
+    with cluster(BOTH, MODEL, num_slots=1, signal_mode=signal_mode, spin_us=0,
+                 server_options=dict(spin_us=0)) as (client, servers, _):
         for n in range(count):
             hidden = torch.full((3, 48), float(n % 4096))
             hidden[:, 0] += torch.arange(3)

@@ -61,6 +61,20 @@ class Network:
         """Whether clients give servers up that are there."""
         return bool(self.loss or self.cut or self.hang)
 
+    @property
+    def words(self) -> str:
+        """What is broken, in short."""
+        said = []
+        path = [name for name in ("mtu", "delay", "reorder", "duplicate", "loss")
+                if getattr(self, name)]
+        path += [" ".join([name, *getattr(self, name)]) for name in ("cut", "hang")
+                 if getattr(self, name)]
+        if path:
+            said.append(f"{'both ways' if self.way == 'both' else self.way}: {' '.join(path)}")
+        if self.control:
+            said.append(f"registry: {self.control}")
+        return ", ".join(said)
+
 
 def parse_network(content: object, where: str) -> Network:
     """Raises ConfigError that says what does not fit."""

@@ -28,11 +28,12 @@ class Phase:
     seconds: float
     actions: list[tuple[str, Any]] = field(default_factory=list)
     network: Network | None = None  # None: it is whole
+    slow: float | None = None  # this part of every step is added to it; 0.0: nothing, not calm
 
     @property
     def is_calm(self) -> bool:
         """Nothing happens: a measure for the rest."""
-        return not self.actions and self.network is None
+        return not self.actions and self.network is None and self.slow is None
 
     @property
     def returns(self) -> bool:
@@ -62,7 +63,7 @@ class Plan:
     min_steps: int = 0  # the last phase goes on until so many are done
     reply_timeout: float | None = None  # None: adaptive
     signal_mode: str = "write"  # of the clients; a network that reorders needs another
-    max_pause_ms: float = 550.0  # one deadline, and 50 ms
+    max_pause_ms: float | None = None  # of a step; None: one deadline and 50 ms (report.py)
 
 
 def plan_names() -> list[str]:
@@ -103,11 +104,10 @@ def parse_plan(content: object, name: str) -> Plan:
         value = content.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"plan {name}: {key} must be a whole number from {least} on")
-    for key, optional in (("reply_timeout", True), ("max_pause_ms", False)):
-        value = content.get(key, None if optional else 1)
-        if not (value is None and optional) and not _is_positive(value):
-            raise ConfigError(f"plan {name}: {key} must be a number above 0"
-                              f"{', or null' if optional else ''}")
+    for key in ("reply_timeout", "max_pause_ms"):
+        value = content.get(key)
+        if value is not None and not _is_positive(value):
+            raise ConfigError(f"plan {name}: {key} must be a number above 0, or null")
     if not isinstance(content.get("twin", False), bool):
         raise ConfigError(f"plan {name}: twin is true or false")
     for key in ("name", "about"):
@@ -129,18 +129,23 @@ def _is_positive(value: object) -> bool:
             and math.isfinite(value) and value > 0)
 
 
+def _number(value: object, what: str, most: float) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most:
+        raise ConfigError(f"{what} must be from 0 to {most:g}, not {value!r}")
+    return float(value)
+
+
 def _parse_phase(content: object, idx: int, plan: str) -> Phase:
     where = f"plan {plan}, phase {idx}"
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: it must be a JSON object")
-    known = {"name", "seconds", "join", "network", *SERVER_ACTIONS, *REGISTRY_ACTIONS}
+    known = {"name", "seconds", "join", "network", "slow", *SERVER_ACTIONS, *REGISTRY_ACTIONS}
     if unknown := set(content) - known:
         raise ConfigError(f"{where}: unknown {', '.join(sorted(unknown))}; "
                           f"known are {', '.join(sorted(known))}")
-    seconds = content.get("seconds", 0.0)
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not 0 <= seconds <= 3600:
-        raise ConfigError(f"{where}: seconds must be from 0 to 3600, not {seconds!r}")
+    seconds = _number(content.get("seconds", 0.0), f"{where}: seconds", 3600)
+    slow = _number(content["slow"], f"{where}: slow", 10) if "slow" in content else None
     actions: list[tuple[str, Any]] = []
     for kind, value in content.items():
         if kind in SERVER_ACTIONS:
@@ -157,9 +162,11 @@ def _parse_phase(content: object, idx: int, plan: str) -> Phase:
     network = parse_network(content["network"], where) if "network" in content else None
     words = [f"{kind} {value[0] if kind == 'join' else value}" for kind, value in actions]
     if network is not None:
-        words.append("network " + " ".join(content["network"]))
+        words.append(network.words)
+    if slow is not None:
+        words.append(f"slow {slow:g}")
     name = str(content.get("name") or ", ".join(words) or "calm")
-    return Phase(name.replace("_registry registry", " registry"), float(seconds), actions, network)
+    return Phase(name.replace("_registry registry", " registry"), seconds, actions, network, slow)
 
 
 def _check_names(plan: Plan) -> None:

@@ -22,9 +22,10 @@ from ..registry.question import ask
 from .fleet import Fleet
 from .load import LoadThread, Oracle
 from .network import RETRY_EXCEEDED, Network, Relay, clear_data_faults, set_data_faults
+from .picture import draw_chaos
 from .plan import Phase, Plan
 from .replies import tell
-from .report import draw_chaos, verdict
+from .report import verdict
 
 SETTLE_SECONDS = 90.0  # until all clients are connected to all servers again
 LOOK_SECONDS = 0.02
@@ -48,6 +49,7 @@ class Lap:
     begin_ns: int
     end_ns: int = 0
     late_ms: float = 0.0  # how late this process was woken, at worst: what the machine adds
+    deadline_ms: float = 0.0  # the longest that a server would have been waited for
     steady_ns: int = 0  # a calm phase's first second is not steady: a new process computes slowly
     cpu_ns: tuple[int, int] = (0, 0)  # since then, of the servers that run, and of the twin's
 
@@ -97,7 +99,6 @@ class ChaosRun:
         self.laps: list[Lap] = []
         self.leaks: dict[str, int] = {}
         self.rss_growth_kb = 0
-        self.deadline_ms = 0.0
         self._out = out
         self._random = random.Random(plan.seed)
         self._shares = dict(plan.servers)
@@ -110,7 +111,7 @@ class ChaosRun:
         gc.collect()
         before = Resources.of()
         loads: list[LoadThread] = []
-        with Fleet(self.model) as self.fleet, self._twin_fleet() as twins, \
+        with self._one_core(), Fleet(self.model) as self.fleet, self._twin_fleet() as twins, \
                 contextlib.ExitStack() as stack:
             # The fleet's warm process imports meanwhile.
             oracle = Oracle(self.model, rows=self.plan.rows, seed=self.plan.seed)
@@ -120,12 +121,14 @@ class ChaosRun:
             self._running = set(self.plan.servers)
             settings: dict[str, Any] = dict(reply_timeout=self.plan.reply_timeout,
                                             missing_timeout=30.0, signal_mode=self.plan.signal_mode)
+            if twins is not None:
+                settings["spin_us"] = 0.0  # see paired.py
             try:
                 for i in range(self.plan.clients):
                     twin = None if twins is None else stack.enter_context(
                         Client(twins.address, token=twins.token, name=f"twin-{i}", **settings))
                     loads.append(LoadThread(f"client-{i}", self.fleet.way_in, self.fleet.token,
-                                            oracle, twin, **settings))
+                                            oracle, twin, self.plan.seed + i, **settings))
                 self._settle(loads)
                 for load in loads:
                     if load.twin is not None:
@@ -146,6 +149,17 @@ class ChaosRun:
             if load.broken is not None:
                 raise load.broken
         return loads
+
+    @contextlib.contextmanager
+    def _one_core(self) -> Generator[None]:
+        """With a twin everything that is started shares one core (see paired.py)."""
+        before = os.sched_getaffinity(0)
+        if self.plan.twin:
+            os.sched_setaffinity(0, {max(before)})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
     @contextlib.contextmanager
     def _twin_fleet(self) -> Generator[Fleet | None]:
@@ -175,6 +189,8 @@ class ChaosRun:
             self.laps.append(lap)
             for kind, value in phase.actions:
                 self._act(kind, value, loads)
+            for load in loads:
+                load.slow = phase.slow or 0.0
             if phase.network is not None:
                 self._break_network(phase.network, loads)
             settling = min(STEADY_SECONDS, phase.seconds / 2) if phase.is_calm else 0.0
@@ -182,7 +198,7 @@ class ChaosRun:
             lap.steady_ns, spent = time.monotonic_ns(), self._servers_cpu_ns()
             self._load(phase.seconds - settling, loads)
             if phase.network is not None:
-                self._mend_network(loads)
+                self._mend_network(phase.network, loads)
             if phase.returns:
                 self._settle(loads)
             for kind, value in phase.actions:
@@ -197,8 +213,6 @@ class ChaosRun:
                 lap.cpu_ns = (now[0] - spent[0], now[1] - spent[1])
             if calm is None:
                 calm, servers = Resources.of(), self._server_resources()
-                stats = [load.client.stats()["servers"] for load in loads]
-                self.deadline_ms = max(s["deadline_ms"] for each in stats for s in each.values())
         if calm is not None and self.plan.phases[-1].is_calm:
             self._compare(calm, servers, loads)
 
@@ -241,23 +255,29 @@ class ChaosRun:
         for name in {*network.cut, *network.hang}:
             self._note("cut", name)
 
-    def _mend_network(self, loads: list[LoadThread]) -> None:
+    def _mend_network(self, network: Network, loads: list[LoadThread]) -> None:
         self.relay.control = ""
         for load in loads:
             clear_data_faults(load)
         for name in self._running:
             tell(self.fleet.servers[name], None)
+        for name in {*network.cut, *network.hang}:
+            self._note("mended", name)
 
     def _load(self, seconds: float, loads: list[LoadThread]) -> None:
         """Lets the clients work."""
         end = time.monotonic() + seconds
         lap = self.laps[-1]
+        lap.deadline_ms = max(lap.deadline_ms, *(load.deadline_ms() for load in loads))
         while (left := end - time.monotonic()) > 0:
             asleep, asked = time.monotonic(), min(left, LOOK_SECONDS)
             time.sleep(asked)
             late_ms = (time.monotonic() - asleep - asked) * 1e3
             lap.late_ms = max(lap.late_ms, late_ms)
+            lap.deadline_ms = max(lap.deadline_ms, *(load.deadline_ms() for load in loads))
             self._check_alive(loads)
+            if lap.phase.network is None or not lap.phase.network.loses_servers:
+                self._note_ready(loads)
 
     def _settle(self, loads: list[LoadThread]) -> None:
         """Until every client is connected to every server that runs."""
@@ -272,14 +292,14 @@ class ChaosRun:
                     seen=seen,
                 )
             time.sleep(LOOK_SECONDS)
-        for name in self._running:
-            if not any(e.server == name and e.kind == "ready" and not self._changed_since(e)
-                       for e in self.events):
-                self._note("ready", name)
+        self._note_ready(loads)
 
-    def _changed_since(self, event: Event) -> bool:
-        return any(e.ns > event.ns and e.server == event.server and e.kind != "ready"
-                   for e in self.events)
+    def _note_ready(self, loads: list[LoadThread]) -> None:
+        """Servers that every client is connected to, once after whatever happened to them."""
+        last = {event.server: event.kind for event in self.events}
+        for name in self._running.intersection(*(load.connected() for load in loads)):
+            if last.get(name) != "ready":
+                self._note("ready", name)
 
     def _check_alive(self, loads: list[LoadThread]) -> None:
         for load in loads:

@@ -77,11 +77,12 @@ def tls_files(
                                                "registry's must be signed by")] = None,
 ) -> None:
     """Serve the experts of a Mixture-of-Experts model as independent network services."""
-    from ..control import tls
+    if tls_cert or tls_key or tls_ca:
+        from ..control import tls
 
-    for name, file in ((tls.CERT, tls_cert), (tls.KEY, tls_key), (tls.CA, tls_ca)):
-        if file:
-            os.environ[name] = file  # for child processes, too
+        for name, file in ((tls.CERT, tls_cert), (tls.KEY, tls_key), (tls.CA, tls_ca)):
+            if file:
+                os.environ[name] = file  # for child processes, too
 
 
 @app.command()
@@ -162,9 +163,14 @@ def serve(
     """Serve some experts of a model."""
     from ..config import ServerConfig
     from ..control.frames import load_token, parse_address
+    from ..model.config_file import parse_experts, stated_num_experts
+
+    parse_address(registry)  # mistakes are told before torch is imported, which takes seconds
+    count = stated_num_experts(model)
+    if count is not None and experts not in ("all", "auto"):
+        parse_experts(experts, count)
     from ..serve import make_server, run_server
 
-    parse_address(registry)
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
         config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, room=room,
@@ -203,9 +209,12 @@ def generate(
     """Generate text with remote experts."""
     from ..config import ClientConfig
     from ..control.frames import load_token, parse_address
-    from ..generate import run_generate
+    from ..model.config_file import checkpoint_folder
 
     parse_address(registry)
+    checkpoint_folder(model)
+    from ..generate import run_generate
+
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
         as_json=as_json, token=load_token(), dtype=dtype, device=device,
@@ -234,9 +243,12 @@ def openai(
     """Run transformers' OpenAI-compatible server with remote experts."""
     from ..config import ClientConfig
     from ..control.frames import load_token, parse_address
-    from ..openai_server import run_openai
+    from ..model.config_file import checkpoint_folder
 
     parse_address(registry)
+    checkpoint_folder(model)
+    from ..openai_server import run_openai
+
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
                continuous_batching=continuous_batching, device=device,
                client_config=ClientConfig(
@@ -301,15 +313,29 @@ def compile_(
 
 @app.command()
 def chaos(
-    plan: Annotated[str, typer.Argument(help="a plan's JSON file, or the name of a shipped one")],
+    plan: Annotated[
+        str | None, typer.Argument(help="a plan's JSON file, or the name of a shipped one")] = None,
     model: Annotated[str | None, typer.Option(help="checkpoint folder; default: the shipped one")]
     = None,
     picture: Annotated[str, typer.Option(help="where to write the timeline")]
     = "expertwire-chaos.svg",
+    list_plans: Annotated[
+        bool, typer.Option("--list", help="the names of the shipped plans, and what each does")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Kill, stop, drain and start servers under load, and check every result."""
-    from ..chaos.plan import load_plan
+    from ..chaos.plan import load_plan, plan_names
+
+    if list_plans:
+        plans = {name: load_plan(name).about for name in plan_names()}
+        if as_json:
+            print_json(plans)
+        else:
+            print("\n".join(f"{name:20} {about}" for name, about in plans.items()))
+        return
+    if plan is None:
+        raise typer.BadParameter("name a plan, or ask for the shipped ones with --list")
     from ..chaos.report import report_lines
     from ..chaos.run import run_chaos
 
