@@ -22,11 +22,13 @@ Results of remote and local must be the same bits. The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -40,7 +42,7 @@ from expertwire.cuda.layers import GpuLayers
 from expertwire.cuda.local import LocalExperts
 from expertwire.cuda.remote import RemoteExperts
 from expertwire.cuda.service import ExpertService
-from expertwire.model.checkpoint import pluggable
+from expertwire.model.checkpoint import ModelInfo, pluggable
 from expertwire.registry.registry import Registry
 from gpu_moe import Grouped, draw, graph_us, make_model
 
@@ -55,15 +57,27 @@ def serve(options: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     torch.cuda.set_device(device)
     experts = GpuExperts.from_model(make_model(options))
-    info = {
-        "name": experts.name, "num_layers": experts.num_layers, "hidden_size": experts.hidden_size,
-        "num_experts": options.experts, "top_k": options.top_k, "dtype": "bfloat16",
-    }
-    with ExpertService(experts, info, options.registry, token=TOKEN) as service:
+    info = ModelInfo(
+        fingerprint="gpu_remote", name=experts.name, model_type=experts.name,
+        num_layers=experts.num_layers, num_experts=options.experts, hidden_size=options.hidden,
+        top_k=options.top_k, dtype="bfloat16",
+    )
+    with ExpertService(experts, info.as_dict(), options.registry, token=TOKEN) as service:
         service.wait_registered(20)
         print("ready", flush=True)
         print(f"server: started after {service.startup}", file=sys.stderr, flush=True)
         service.serve_forever()
+
+
+@contextlib.contextmanager
+def server_process(options: argparse.Namespace) -> Iterator[str]:
+    """A registry's address, once a server in another process is there."""
+    arguments = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name, _ in SIZES]
+    with Registry("127.0.0.1:0", token=TOKEN) as registry:
+        command = [sys.executable, __file__, "--registry", registry.address, *arguments]
+        with Child("experts", command) as child:
+            child.wait_ready()
+            yield registry.address
 
 
 class Trip:
@@ -147,26 +161,22 @@ def main() -> None:
         return serve(options)
     started = time.monotonic()
     sizes = [int(text) for text in options.rows.split(",")]
-    arguments = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name, _ in SIZES]
-    with Registry("127.0.0.1:0", token=TOKEN) as registry:
-        command = [sys.executable, __file__, "--registry", registry.address, *arguments]
-        with Child("experts", command) as child:
-            model = make_model(options)
-            experts = GpuExperts.from_model(model)
-            child.wait_ready()
-            ready = round(time.monotonic() - started, 1)
-            rows: dict[int, dict[str, float]] = {num_rows: {} for num_rows in sizes}
-            connected = 0.0
-            # One client at a time: an idle one's server looks for messages, too.
-            for kind, invariant in (("", True), (", sums", False)):
-                common = dict(max_rows=max(sizes), batch_invariant=invariant)
-                with LocalExperts(experts, options.top_k, **common) as local, RemoteExperts(
-                        registry.address, token=TOKEN, device=0, **common) as remote:
-                    connected = connected or round(time.monotonic() - started, 1)
-                    for num_rows in sizes:
-                        found = compare(num_rows, local, remote, options)
-                        rows[num_rows] |= {name + kind: us for name, us in found.items()}
-                        print(f"{num_rows} rows{kind}:", found, flush=True)
+    model = make_model(options)
+    experts = GpuExperts.from_model(model)
+    with server_process(options) as registry:
+        ready = round(time.monotonic() - started, 1)
+        rows: dict[int, dict[str, float]] = {num_rows: {} for num_rows in sizes}
+        connected = 0.0
+        # One client at a time: an idle one's server looks for messages, too.
+        for kind, invariant in (("", True), (", sums", False)):
+            common = dict(max_rows=max(sizes), batch_invariant=invariant)
+            with LocalExperts(experts, options.top_k, **common) as local, RemoteExperts(
+                    registry, token=TOKEN, device=0, connect_timeout=60.0, **common) as remote:
+                connected = connected or round(time.monotonic() - started, 1)
+                for num_rows in sizes:
+                    found = compare(num_rows, local, remote, options)
+                    rows[num_rows] |= {name + kind: us for name, us in found.items()}
+                    print(f"{num_rows} rows{kind}:", found, flush=True)
         trip = Trip(options.hidden)
         for num_rows in sizes:
             rows[num_rows] |= without_servers(num_rows, model, experts, options)

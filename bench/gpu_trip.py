@@ -9,6 +9,7 @@ One process drives both GPUs, which reach each other's memory.
     judged  the same, but the client judges a reply's head before it adds its rows, not meanwhile
     cut     the same as 2, 4 or 8 messages of as many slots, side by side: branches of the graphs,
             so that sending, answering and adding overlap and nothing waits for all blocks
+    send_us, combine_us  (in the JSON) the client's launches alone, each a launch's cost included
     parts   the same with server_poll and server_reply_in_place instead of the one launch
     floor   a bare copy and flag there and back, one kernel a side (gpu_floor.cu)
     single  route, pack, put, combine and the server's kernels as one block each, the older form
@@ -108,6 +109,25 @@ class Bench:
         times = pair.measure(self.replays)
         check(step, "ours")
         return times
+
+    def alone(self, num_rows: int, grid: int) -> dict[str, float]:
+        """Microseconds of the client's two launches by themselves: no one is waited for."""
+        step = self.make(num_rows, in_place=True)
+        client, serve = self.launches(step, grid)
+        Pair([client.run], [serve.run], devices=self.devices).measure(1)
+        check(step, "alone")
+        with torch.cuda.device(self.devices[0]):
+            kernels = {
+                "combine_us": self.client.prepare([("client_combine", step.combine)], grid=grid,
+                                                  warps=WARPS),
+                "send_us": self.client.prepare([("client_send_direct", step.send_args)],
+                                               grid=grid + 1, warps=WARPS),
+            }
+        return {
+            name: round(statistics.median(
+                Pair([kernel.run] * TRIPS, None, devices=self.devices).measure(10)), 2)
+            for name, kernel in kernels.items()
+        }
 
     def cut(self, num_rows: int, grid: int, num_messages: int) -> list[float]:
         """The batch as several messages, each with its slot and a share of the blocks."""
@@ -240,6 +260,7 @@ def measure_rows(bench: Bench, num_rows: int, nccl: float | None) -> dict[str, A
     blocks = facts["ours"]["blocks"]
     facts["judged_us"] = round(statistics.median(bench.ours(num_rows, blocks, judged=True)), 2)
     facts["cut"] = best_cut(bench, num_rows)
+    facts |= bench.alone(num_rows, blocks)
     facts["parts_us"] = round(statistics.median(bench.ours(num_rows, blocks, parts=True)), 2)
     rounds = bench.rounds(num_rows, blocks)
     facts["round_us"] = round(statistics.median(rounds), 2)

@@ -12,9 +12,10 @@ What fits in one run of 600 seconds, and what it tells; in brackets the seconds 
 which limits exceed two or three times. `facts,build,compile` [80] come first on a fresh machine;
 with a cubin cache that the same NVRTC made elsewhere (EXPERTWIRE_CUBIN_CACHE) compile takes none.
 
-  two GPUs   facts,build,compile,bytes,trip,ends,remote
+  two GPUs   facts,build,compile,bytes,trip,stages,ends,remote
                  bytes   [60]  every byte as on the CPU; send, echo, combine
                  trip    [120] trips beside bare kernels and NCCL, whole and cut into messages
+                 stages  [30]  each launch of the real path by itself, for several block counts
                  ends    [60]  conformance between two processes over the HCA kernel
                  remote  [90]  a MoE layer there and here, two processes: the trip and at most 5 %
   two GPUs   facts,build,compile,gpus,two
@@ -41,6 +42,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +125,7 @@ def stages(python: str, arch: str) -> dict[str, Stage]:
         "gpus": Stage(450, [of_gpu("two_gpus")], gpus=2),
         "two": Stage(350, [of_gpu("two_processes", "gpu_hca")]),
         "scale": Stage(350, bench("gpu_scale", "--svg", str(BUILD / "gpu_scale.svg"))),
+        "stages": Stage(90, bench("gpu_stages")),
         "queues": Stage(90, bench("gpu_queues")),
         "overlap": Stage(150, bench("gpu_overlap")),
         "local": Stage(300, [of_gpu("local", "experts", "failover", "faults", "trace",
@@ -136,7 +139,7 @@ def stages(python: str, arch: str) -> dict[str, Stage]:
     }
 
 
-DEFAULT = "facts,build,compile,bytes,trip,ends,remote"
+DEFAULT = "facts,build,compile,bytes,trip,stages,ends,remote"
 
 
 def run_command(command: list[str], log: Any, env: dict[str, str], limit: float) -> int:
@@ -174,6 +177,8 @@ def run_stage(name: str, stage: Stage, out: Path, limit: float) -> dict[str, Any
     text = path.read_text(errors="replace")
     with open(out / "gpu_check.log", "a") as whole:
         whole.write(f"==== {name}\n{text}\n")
+    for picture in BUILD.glob("*.svg") if out != BUILD else ():
+        shutil.copy(picture, out)
     lines = text.strip().splitlines()
     print("\n".join(lines[-60 if code else -20 :]), flush=True)
     try:

@@ -97,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every block of a reply releases the flags", REPLY,
-        "  if (!last_block(args.arrived, grid_dim())) return;\n",
+        "  if (!last_block(args.arrived, num_blocks)) return;\n",
         "  block_sync();\n  if (thread_idx() != 0) return;\n  fence(Scope::kSystem);\n", "grids",
     ),
     Mutation(
