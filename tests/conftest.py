@@ -10,8 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from expertwire.chaos.zygote import Zygote
 from expertwire.demo import demo_model_path
+from expertwire.zygote import Zygote
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

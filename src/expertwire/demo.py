@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .chaos.zygote import Zygote
 from .config import ClientConfig
 from .errors import ConfigError, NoServerError
 from .model.config_file import stated_num_experts
 from .observe.draw import Span, draw_step
 from .processes import ChildGroup
+from .zygote import Zygote
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `demo_model_path` needs none
     import torch

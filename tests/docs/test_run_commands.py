@@ -5,7 +5,7 @@ installs and tests this package (other steps do), and what says that it needs so
 that several documents have is run once, in a folder that all of them share.
 
 The first line of each command is given to a shell. Later ones of commands that need torch, which
-takes seconds to import, are forked from a process that has it (chaos/zygote.py), which runs the
+takes seconds to import, are forked from a process that has it (zygote.py), which runs the
 same `main` on the same arguments.
 """
 
@@ -26,9 +26,9 @@ from pathlib import Path
 
 import pytest
 
-from expertwire.chaos.zygote import Zygote
 from expertwire.demo import demo_model_path
 from expertwire.processes import ChildProcess
+from expertwire.zygote import Zygote
 from tests.conftest import HEAVY
 from tests.shell_lines import LINES, ROOT, VARIABLE
 

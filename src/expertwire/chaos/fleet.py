@@ -12,7 +12,7 @@ from types import TracebackType
 
 from ..errors import ConfigError
 from ..processes import ChildGroup, ChildProcess
-from .zygote import Zygote
+from ..zygote import Zygote
 
 START_SECONDS = 120.0  # importing torch takes long where many processes share two cores
 

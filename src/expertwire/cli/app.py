@@ -50,23 +50,6 @@ def print_json(facts: dict[str, Any]) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def stop_on_signals(stop) -> None:
-    """SIGTERM and Ctrl-C call `stop` once, and the process ends with the usual code (143, 130)."""
-    from ..errors import ExpertwireError
-
-    def handler(number: int, _: object) -> None:
-        # A second one, of a parent's closed pipe say, would end what is ending with another code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            stop()
-        except ExpertwireError as err:
-            print("expertwire:", err, file=sys.stderr)
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
-
-
 @app.callback()
 def tls_files(
     tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="registry: its certificate, "
@@ -126,6 +109,7 @@ def registry(
     metrics_port: MetricsOption = None,
 ) -> None:
     """Run the registry that servers and clients find each other through."""
+    from ..processes import stop_on_signals
     from ..registry.registry import Registry
 
     server = Registry(listen, lease_seconds=lease, state_path=state)
@@ -169,6 +153,7 @@ def serve(
     count = stated_num_experts(model)
     if count is not None and experts not in ("all", "auto"):
         parse_experts(experts, count)
+    from ..processes import stop_on_signals
     from ..serve import make_server, run_server
 
     server = make_server(
@@ -372,7 +357,7 @@ def wait_for(blocking) -> None:
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     from ..errors import ExpertwireError
-    from ..processes import follow_parent
+    from ..processes import follow_parent, stop_on_signals
 
     stop_on_signals(lambda: None)
     follow_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))  # also while still importing

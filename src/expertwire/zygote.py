@@ -4,7 +4,7 @@
         process = zygote.spawn(["serve", ...], {"EXPERTWIRE_TOKEN": ...})    # as subprocess.Popen
 
 The warm process has imported everything and has no threads. It is forked for each command, reaps
-what it forked, and ends with its parent, however that ends. For fleets of processes (fleet.py).
+what it forked, and ends with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -23,7 +24,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO
 
-from ..errors import ExpertwireError, WaitTimeout
+from .errors import ExpertwireError, WaitTimeout
 
 START_SECONDS = 120.0  # importing takes long where many processes share two cores
 MAX_REQUEST_BYTES = 1 << 16
@@ -93,7 +94,7 @@ class Zygote:
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-u", "-m", "expertwire.chaos.zygote", str(theirs.fileno()),
+                [sys.executable, "-P", "-u", "-m", "expertwire.zygote", str(theirs.fileno()),
                  model, *imports],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                 env={**os.environ, **(env or {})},
@@ -188,7 +189,7 @@ def _become(request: dict, stdin: int, stdout: int, exit_fd: int) -> None:
     """In the child: runs the command as a new interpreter would, which then ends as one does."""
     os.close(exit_fd)
     if request["arguments"][0] == "serve":
-        from .replies import hear
+        from .chaos.replies import hear
 
         stdin = hear(stdin)
     for fd, place in ((stdin, 0), (stdout, 1), (stdout, 2)):
@@ -198,16 +199,14 @@ def _become(request: dict, stdin: int, stdout: int, exit_fd: int) -> None:
     os.environ.update(request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["expertwire", *request["arguments"]]
-    from ..cli.app import main
-
-    main()
+    runpy.run_module("expertwire", run_name="__main__")
 
 
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started the children
-    from .. import serve  # noqa: F401 (what the commands import)
-    from ..model.checkpoint import inspect_model
+    from . import serve  # noqa: F401 (what the commands import)
+    from .model.checkpoint import inspect_model
 
     with contextlib.suppress(ExpertwireError):  # the command itself will say what is wrong
         inspect_model(sys.argv[2])
