@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from expertwire.cuda.pinned import PinnedBuffer
 from expertwire.device_structs import (
     KernelStatus,
     ServerGatherArgs,
@@ -64,6 +65,8 @@ class Client:
                                fp8=fp8)
         self.step = Loopback(gpu, self.shape, rows, self.ids, self.weights, scales, in_place=True,
                              timeout_ns=timeout_ns, server_targets=servers)
+        self._failed = PinnedBuffer(64)
+        self.step.combine.failed = self._failed.addr  # as cuda/client.py has it
         self.want = (hidden.float() if not fp8 else torch.ones(())) * self.weights.sum(1)[:, None]
         pieces = num_tokens * -(-HIDDEN_SIZE * 2 // 2048)
         grid = min(BLOCKS, -(-pieces // WARPS))

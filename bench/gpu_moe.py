@@ -8,9 +8,9 @@ random weights, ids drawn uniformly without repetition, fresh for each layer.
 
     experts   the two products and the gate alone, on rows that are grouped already:
               ours for several tile geometries, torch's grouped_mm, a loop of torch.mm per expert;
-              "of floor" is the time of reading the busy experts' weights at the copy bandwidth
-              measured here, divided by ours; "same bits": tiles whose results are those of the
-              first, bit by bit
+              "of floor" is the time of reading the busy experts' weights at the faster of the copy
+              and read bandwidths measured here, divided by ours; "same bits": tiles whose results
+              are those of the first, bit by bit
     layer     hidden rows in, summed rows out: LocalExperts on the caller's stream, with sums at
               the server, on its own stream; transformers' grouped_mm, eager and (few rows only)
               batched_mm experts
@@ -44,6 +44,8 @@ TILES = {
     "16x64x128": Tiles(), "16x32x128": Tiles(outputs=32), "16x64x64s5": Tiles(inputs=64, stages=5),
     "16x128x64": Tiles(outputs=128, inputs=64), "16x64x128w8": Tiles(warps=8, stages=3),
     "32x64x128": Tiles(rows=32, stages=3), "64x64x64": Tiles(rows=64, inputs=64),
+    "64x32x64": Tiles(rows=64, outputs=32, inputs=64),
+    "64x32x128s3": Tiles(rows=64, outputs=32, stages=3),
     "64x128x64w8": Tiles(rows=64, outputs=128, inputs=64, warps=8, stages=3),
     "16|64x64x64": ANY, "16|64x64x64w2": Tiles(rows=64, inputs=64, warps=2, few_rows=16),
     "16|32x64x128": Tiles(rows=32, stages=3, few_rows=16),
@@ -77,6 +79,13 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     us, _ = graph_us(lambda: target.copy_(source), 10)
     return 2 * source.numel() / us
+
+
+def read_bandwidth() -> float:
+    """Bytes per microsecond that a large sum reads: what weights that are read once can get."""
+    source = torch.randn(1 << 29, device="cuda")
+    us, _ = graph_us(lambda: source.sum(), 10)
+    return source.numel() * source.element_size() / us
 
 
 def make_model(options: argparse.Namespace) -> Any:
@@ -165,6 +174,10 @@ def experts_alone(
     busy = statistics.mean(layer.num_busy for layer in layers)
     found["busy_experts"], found["same bits"] = busy, same
     found["floor"] = round(busy * expert_bytes / bandwidth, 1)
+    if options.tiles:
+        for name, tiles in (("invariant", "64x64x64"), ("by count", "16|64x64x64")):
+            found[f"{name}, of floor"] = round(found["floor"] / found[tiles], 3)
+        found["grouped_mm / invariant"] = round(found["grouped_mm"] / found["64x64x64"], 2)
     return found
 
 
@@ -236,15 +249,17 @@ def main() -> None:
         sys.exit("gpu_moe: there is no GPU")
     started = time.monotonic()
     sizes = [int(text) for text in options.rows.split(",")]
-    bandwidth = copy_bandwidth()
+    copy, read = copy_bandwidth(), read_bandwidth()
+    bandwidth = max(copy, read)
     model = make_model(options)
     experts = GpuExperts.from_model(model)
     facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "copy_gb_s": round(bandwidth / 1e3),
+        "gpu": torch.cuda.get_device_name(), "copy_gb_s": round(copy / 1e3),
+        "read_gb_s": round(read / 1e3),
         "hidden": options.hidden, "middle": options.middle, "experts": options.experts,
         "top_k": options.top_k, "alone": {}, "layer": {}, "stages": {},
     }
-    print(f"copy bandwidth {facts['copy_gb_s']} GB/s, read and written")
+    print(f"copy {facts['copy_gb_s']} GB/s, read and written; reading {facts['read_gb_s']} GB/s")
     for num_rows in sizes:
         found = experts_alone(experts, num_rows, options, bandwidth)
         facts["alone"][num_rows] = found

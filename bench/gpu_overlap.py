@@ -1,14 +1,14 @@
-"""Double batching inside one GPU: does attention work hide the trip to the experts?
+"""Double batching: does attention work hide the trip to the experts?
 
-    python bench/gpu_overlap.py [--rows 32,128] [--layers 4] [--replays 20] [sizes as gpu_moe.py]
+    python bench/gpu_overlap.py [--gpus 2] [--rows 32,128] [--replays 20] [sizes as gpu_moe.py]
 
-Two micro-batches of T rows each pass through all layers; the experts are behind a server on a
-stream of its own. Between its layers each micro-batch has other work, as long as one trip takes:
+Two micro-batches of T rows each pass through all layers. With two GPUs the experts are in another
+process on the second one (the server of gpu_remote.py); with one, behind a server on a stream of
+its own. Between its layers each micro-batch has other work, as long as one trip takes:
 
-    idle       one multiprocessor is held and no memory is read: as if the other work ran on
-               another GPU, which is how attention and experts are meant to be placed
-    attention  one query a row over a key-value cache, in bf16: competes with the experts for this
-               GPU's memory, so that less can be won
+    idle       one multiprocessor is held and no memory is read
+    attention  one query a row over a key-value cache, in bf16: on one GPU it competes with the
+               experts for memory, so that less can be won
 
     serial     work and trip of one micro-batch, then of the other
     overlapped `dispatch` of one, work of the other, `combine` of the first, and so on
@@ -22,19 +22,23 @@ the results of serial and overlapped must be the same bits. The last line is JSO
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import torch
 
+import gpu_remote
 from expertwire.cuda.experts import GpuExperts
+from expertwire.cuda.layers import GpuLayers
 from expertwire.cuda.local import LocalExperts
+from expertwire.cuda.remote import RemoteExperts
 from gpu_moe import Inputs, draw, graph_us, make_model
 
 HEAD_SIZE = 128
@@ -76,7 +80,20 @@ def attention(us: float, num_rows: int, options: argparse.Namespace) -> Work:
     return make(max(64, round(FIRST_LENGTH * us / took / 64) * 64))
 
 
-def serial(local: LocalExperts, work: Work, batches: list[list[Inputs]]) -> list[torch.Tensor]:
+@contextlib.contextmanager
+def experts_of(options: argparse.Namespace, num_rows: int) -> Iterator[GpuLayers]:
+    if options.gpus == 1:
+        experts = GpuExperts.from_model(make_model(options))
+        with LocalExperts(experts, options.top_k, max_rows=num_rows, own_stream=True) as local:
+            yield local
+        return
+    with gpu_remote.server_process(options) as registry, RemoteExperts(
+            registry, token=gpu_remote.TOKEN, device=0, connect_timeout=60.0,
+            max_rows=num_rows) as remote:
+        yield remote
+
+
+def serial(local: GpuLayers, work: Work, batches: list[list[Inputs]]) -> list[torch.Tensor]:
     """batches: for each micro-batch, its inputs for each layer; the first layer's hidden counts."""
     results = []
     hiddens = [layers[0][0] for layers in batches]
@@ -88,7 +105,7 @@ def serial(local: LocalExperts, work: Work, batches: list[list[Inputs]]) -> list
     return results
 
 
-def overlapped(local: LocalExperts, work: Work, batches: list[list[Inputs]]) -> list[torch.Tensor]:
+def overlapped(local: GpuLayers, work: Work, batches: list[list[Inputs]]) -> list[torch.Tensor]:
     """The same with one micro-batch's trip during the other's work."""
     first, second = batches
     handle_a = local.dispatch(0, work(first[0][0]), *first[0][1:])
@@ -103,7 +120,7 @@ def overlapped(local: LocalExperts, work: Work, batches: list[list[Inputs]]) -> 
 
 
 def compare(
-    local: LocalExperts, work: Work, trip: float, num_rows: int, options: argparse.Namespace
+    local: GpuLayers, work: Work, trip: float, num_rows: int, options: argparse.Namespace
 ) -> dict[str, float]:
     batches = [
         [draw(num_rows, options, 10 * which + layer) for layer in range(options.layers)]
@@ -135,19 +152,21 @@ def main() -> None:
                           ("layers", 4), ("replays", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rows", default="32,128", help="of a micro-batch")
+    parser.add_argument("--gpus", type=int, choices=(1, 2),
+                        default=min(2, torch.cuda.device_count() or 1))
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("gpu_overlap: there is no GPU")
+    if torch.cuda.device_count() < options.gpus:
+        sys.exit(f"gpu_overlap: {torch.cuda.device_count()} GPUs are here")
     started = time.monotonic()
-    experts = GpuExperts.from_model(make_model(options))
+    sizes = [int(text) for text in options.rows.split(",")]
     facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "hidden": options.hidden, "middle": options.middle,
-        "experts": options.experts, "top_k": options.top_k, "layers": options.layers, "rows": {},
+        "gpu": torch.cuda.get_device_name(), "gpus": options.gpus, "hidden": options.hidden,
+        "middle": options.middle, "experts": options.experts, "top_k": options.top_k,
+        "layers": options.layers, "rows": {},
     }
-    for num_rows in map(int, options.rows.split(",")):
-        found = {}
-        with LocalExperts(experts, options.top_k, max_rows=num_rows, own_stream=True) as local, \
-                torch.inference_mode():
+    with experts_of(options, max(sizes)) as local, torch.inference_mode():
+        for num_rows in sizes:
+            found = {}
             layers = [draw(num_rows, options, layer) for layer in range(options.layers)]
 
             def trips(local=local, layers=layers) -> None:
@@ -159,7 +178,7 @@ def main() -> None:
                                ("attention", attention(trip, num_rows, options))):
                 found[name] = compare(local, work, trip, num_rows, options)
                 print(f"{num_rows} rows, {name}:", found[name], flush=True)
-        facts["rows"][num_rows] = found
+            facts["rows"][num_rows] = found
     facts["seconds"] = round(time.monotonic() - started, 1)
     print(json.dumps(facts))
 

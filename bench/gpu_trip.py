@@ -6,6 +6,10 @@ Everything runs from CUDA graphs, several trips a graph; the server answers with
 One process drives both GPUs, which reach each other's memory.
 
     ours    client_send_direct, client_combine | server_echo_in_place: launches of many blocks
+    judged  the same, but the client judges a reply's head before it adds its rows, not meanwhile
+    cut     the same as 2, 4 or 8 messages of as many slots, side by side: branches of the graphs,
+            so that sending, answering and adding overlap and nothing waits for all blocks
+    send_us, combine_us  (in the JSON) the client's launches alone, each a launch's cost included
     parts   the same with server_poll and server_reply_in_place instead of the one launch
     floor   a bare copy and flag there and back, one kernel a side (gpu_floor.cu)
     single  route, pack, put, combine and the server's kernels as one block each, the older form
@@ -13,10 +17,10 @@ One process drives both GPUs, which reach each other's memory.
             HCA kernel of one block a side executes (two GPUs only)
     nccl    send and receive by torch.distributed, two processes, in CUDA graphs (two GPUs only)
 
-Block counts of ours and floor are the best of a few, stated. Medians and 99th percentiles in
-microseconds over graph replays, each divided by the trips of a graph; "round" is the median and
-99th percentile of 1000 single trips, each between two events of its graph, which lengthens it. The
-last line is JSON.
+Block counts of ours and floor are the best of a few, stated; so is the number of messages of cut.
+Medians and 99th percentiles in microseconds over graph replays, each divided by the trips of a
+graph; "round" is the median and 99th percentile of 1000 single trips, each between two events of
+its graph, which lengthens it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import gpu_nccl
 import gpu_queues
+from expertwire.cuda.pinned import PinnedBuffer
 from expertwire.loopback import Loopback, StepShape, Wire
 from expertwire.target import GpuTarget
 from gpu_rig import (
@@ -53,6 +58,7 @@ from gpu_rig import (
 )
 
 GRIDS = (1, 2, 4, 8, 16, 32, 64, 128)
+CUTS = (2, 4, 8)
 
 
 class Bench:
@@ -62,6 +68,7 @@ class Bench:
         self.client, self.server, self.replays = client, server, replays
         self.devices = client.device.index, server.device.index
         self.floor = Floor(client, server)
+        self.failed = PinnedBuffer(64)
 
     def make(self, num_rows: int, *, in_place: bool, wire: Any = Wire) -> Loopback:
         hidden = torch.randn(num_rows, HIDDEN_SIZE).to(torch.bfloat16)
@@ -71,6 +78,7 @@ class Bench:
             in_place=in_place, timeout_ns=TIMEOUT_NS, server_targets=[self.server], wire=wire,
         )
         step.servers[0].reply_args.expert_output = 0  # echo
+        step.combine.failed = self.failed.addr if in_place else 0
         synchronize(self.devices)
         return step
 
@@ -90,13 +98,51 @@ class Bench:
                                             warps=WARPS)
         return client, serve
 
-    def ours(self, num_rows: int, grid: int, *, parts: bool = False) -> list[float]:
+    def ours(self, num_rows: int, grid: int, *, parts: bool = False, judged: bool = False
+             ) -> list[float]:
         step = self.make(num_rows, in_place=True)
+        if judged:
+            step.combine.failed = 0
         client, serve = self.launches(step, grid, parts=parts)
         pair = Pair([client.run] * TRIPS, [serve.run] * TRIPS, devices=self.devices)
         step.output.tensor.fill_(0xEE)
         times = pair.measure(self.replays)
         check(step, "ours")
+        return times
+
+    def alone(self, num_rows: int, grid: int) -> dict[str, float]:
+        """Microseconds of the client's two launches by themselves: no one is waited for."""
+        step = self.make(num_rows, in_place=True)
+        client, serve = self.launches(step, grid)
+        Pair([client.run], [serve.run], devices=self.devices).measure(1)
+        check(step, "alone")
+        with torch.cuda.device(self.devices[0]):
+            kernels = {
+                "combine_us": self.client.prepare([("client_combine", step.combine)], grid=grid,
+                                                  warps=WARPS),
+                "send_us": self.client.prepare([("client_send_direct", step.send_args)],
+                                               grid=grid + 1, warps=WARPS),
+            }
+        return {
+            name: round(statistics.median(
+                Pair([kernel.run] * TRIPS, None, devices=self.devices).measure(10)), 2)
+            for name, kernel in kernels.items()
+        }
+
+    def cut(self, num_rows: int, grid: int, num_messages: int) -> list[float]:
+        """The batch as several messages, each with its slot and a share of the blocks."""
+        steps = [self.make(num_rows // num_messages, in_place=True) for _ in range(num_messages)]
+        sides = [self.launches(step, max(1, grid // num_messages)) for step in steps]
+        trip = SideBySide([client.run for client, _ in sides], self.devices[0])
+        # A slot's answers follow one another; the slots do not wait for each other.
+        answers = SideBySide([functools.partial(_repeat, serve.run) for _, serve in sides],
+                             self.devices[1])
+        pair = Pair([trip.run] * TRIPS, [answers.run], devices=self.devices)
+        for step in steps:
+            step.output.tensor.fill_(0xEE)
+        times = pair.measure(self.replays)
+        for step in steps:
+            check(step, f"{num_messages} messages")
         return times
 
     def rounds(self, num_rows: int, grid: int, count: int = 1000) -> list[float]:
@@ -151,6 +197,27 @@ class Bench:
         return times, step
 
 
+class SideBySide:
+    """Each of `runs` on a stream of its own, after and before all else on the current one."""
+
+    def __init__(self, runs: Sequence[Callable[[], None]], device: int):
+        self._branches = [(run, torch.cuda.Stream(device)) for run in runs]
+
+    def run(self) -> None:
+        here = torch.cuda.current_stream()
+        for run, stream in self._branches:
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                run()
+        for _, stream in self._branches:
+            here.wait_stream(stream)
+
+
+def _repeat(run: Callable[[], None]) -> None:
+    for _ in range(TRIPS):
+        run()
+
+
 def best(measure: Callable[[int], list[float]], grids: tuple[int, ...]) -> dict[str, Any]:
     """The fastest block count's median and 99th percentile."""
     results = []
@@ -159,6 +226,24 @@ def best(measure: Callable[[int], list[float]], grids: tuple[int, ...]) -> dict[
         results.append((statistics.median(times), percentile(times, 0.99), grid))
     us, p99, grid = min(results)
     return {"us": round(us, 2), "p99_us": round(p99, 2), "blocks": grid}
+
+
+def best_cut(bench: Bench, num_rows: int) -> dict[str, Any] | None:
+    """The fastest way to cut a batch; None where a message would hold less than 8 rows, or where
+    the branches did not run side by side."""
+    found = []
+    for count in CUTS:
+        for grid in (64, 128):
+            if num_rows < 8 * count:
+                continue
+            try:
+                times = bench.cut(num_rows, grid, count)
+            except SystemExit as err:  # the other numbers are worth having
+                print(f"gpu_trip: {err}", flush=True)
+                continue
+            found.append({"us": round(statistics.median(times), 2), "messages": count,
+                          "p99_us": round(percentile(times, 0.99), 2), "blocks": grid})
+    return min(found, key=lambda facts: facts["us"], default=None)
 
 
 def grids_for(num_rows: int) -> tuple[int, ...]:
@@ -173,6 +258,9 @@ def measure_rows(bench: Bench, num_rows: int, nccl: float | None) -> dict[str, A
         "floor": best(lambda grid: bench.floor.measure(num_rows, bench.replays, grid), grids),
     }
     blocks = facts["ours"]["blocks"]
+    facts["judged_us"] = round(statistics.median(bench.ours(num_rows, blocks, judged=True)), 2)
+    facts["cut"] = best_cut(bench, num_rows)
+    facts |= bench.alone(num_rows, blocks)
     facts["parts_us"] = round(statistics.median(bench.ours(num_rows, blocks, parts=True)), 2)
     rounds = bench.rounds(num_rows, blocks)
     facts["round_us"] = round(statistics.median(rounds), 2)
@@ -184,7 +272,9 @@ def measure_rows(bench: Bench, num_rows: int, nccl: float | None) -> dict[str, A
     facts["ours_over_floor"] = round(facts["ours"]["us"] / facts["floor"]["us"], 3)
     if nccl is not None:
         facts["nccl_us"] = round(nccl, 1)
+        fastest = min(facts["ours"]["us"], *([facts["cut"]["us"]] if facts["cut"] else []))
         facts["nccl_over_ours"] = round(nccl / facts["ours"]["us"], 2)
+        facts["nccl_over_fastest"] = round(nccl / fastest, 2)
     return facts
 
 
@@ -211,13 +301,15 @@ def main() -> None:
         "threads_per_block": 32 * WARPS, "rows": {},
     }
     print(f"{'rows':>5} {'kB':>8} {'ours':>8} {'p99':>8} {'blocks':>6} {'floor':>8} {'blocks':>6} "
-          f"{'ratio':>6} {'parts':>8} {'round':>8} {'p99':>8} {'single':>8} {'wqe':>8} {'nccl':>8}")
+          f"{'ratio':>6} {'judged':>8} {'cut':>8} {'parts':>8} {'round':>8} {'p99':>8} "
+          f"{'single':>8} {'wqe':>8} {'nccl':>8}")
     for num_rows in all_rows:
         row = facts["rows"][num_rows] = measure_rows(bench, num_rows, nccl.get(num_rows))
         ours, bare = row["ours"], row["floor"]
         print(f"{num_rows:>5} {num_rows * HIDDEN_SIZE * 2 / 1000:>8.1f} {ours['us']:>8} "
               f"{ours['p99_us']:>8} {ours['blocks']:>6} {bare['us']:>8} {bare['blocks']:>6} "
-              f"{row['ours_over_floor']:>6} {row['parts_us']:>8} {row['round_us']:>8} "
+              f"{row['ours_over_floor']:>6} {row['judged_us']:>8} "
+              f"{(row['cut'] or {'us': '-'})['us']:>8} {row['parts_us']:>8} {row['round_us']:>8} "
               f"{row['round_p99_us']:>8} {row['single_us']:>8} {row.get('wqe_us', '-'):>8} "
               f"{row.get('nccl_us', '-'):>8}", flush=True)
     facts["queues"] = gpu_queues.measure(len(set(devices)))

@@ -10,6 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from expertwire.demo import demo_model_path
+from expertwire.zygote import Zygote
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -21,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="interleavings that tests/schedules tries of every scenario (default 20)",
     )
     parser.addoption(
-        "--planted-bugs", choices=["some", "all"], default="some",
-        help="of tests/schedules/test_mutations.py: every third (default) or all",
+        "--planted-bugs", choices=["some", "rest", "all"], default="some",
+        help="of tests/schedules/test_mutations.py: every third (default), the others, or all",
     )
     parser.addoption(
         "--ucx", action="store_true",
@@ -69,3 +72,16 @@ def _own_token(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def token() -> bytes:
     return TOKEN
+
+
+# What `generate`, `demo` and `openai` import, beyond what `serve` does.
+HEAVY = ("expertwire.openai_server", "transformers.cli.serve",
+         "transformers.models.qwen3_moe.modeling_qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """What commands are forked from where a test is not about their start: importing torch takes
+    seconds for each."""
+    with Zygote(demo_model_path(), {"OMP_NUM_THREADS": "1"}, HEAVY) as zygote:
+        yield zygote

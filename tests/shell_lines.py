@@ -68,15 +68,25 @@ def shell_lines(path: Path) -> list[Line]:
     return found
 
 
-def spans(path: Path) -> list[Line]:
-    """`code` within sentences that calls one of PROGRAMS with something behind it."""
+def code_spans(path: Path) -> list[Line]:
+    """Every `code` within sentences."""
     text = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), path.read_text(), flags=re.S)
     return [
         Line(str(path.relative_to(ROOT)), text[: m.start()].count("\n") + 1,
              " ".join(m[1].split()), "")
         for m in re.finditer(r"`([^`]+)`", text)
-        if is_command(m[1]) and len(m[1].split()) > 1
     ]
+
+
+def spans(path: Path) -> list[Line]:
+    """`code` within sentences that calls one of PROGRAMS with something behind it."""
+    return [line for line in code_spans(path)
+            if is_command(line.text) and len(line.text.split()) > 1]
+
+
+def option_spans(path: Path) -> list[Line]:
+    """`--option`, `--option VALUE` within sentences, without a command in front of it."""
+    return [line for line in code_spans(path) if line.text.startswith("--")]
 
 
 LINES = [line for path in DOCUMENTS for line in shell_lines(path)]

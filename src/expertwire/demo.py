@@ -12,15 +12,19 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .config import ClientConfig
 from .errors import ConfigError, NoServerError
-from .generate import Generation, generate, load_tokenizer
+from .model.config_file import stated_num_experts
 from .observe.draw import Span, draw_step
 from .processes import ChildGroup
+from .zygote import Zygote
+
+if TYPE_CHECKING:  # torch takes seconds to import, and `demo_model_path` needs none
+    import torch
+
+    from .generate import Generation
 
 DEFAULT_PROMPT = "def read_lines(path):\n"
 START_SECONDS = 60.0
@@ -45,21 +49,34 @@ def run_demo(
     quiet: bool = False, client_config: ClientConfig | None = None,
 ) -> dict[str, Any]:
     """Runs the demo; prints to stdout unless quiet. Returns the facts that --json prints."""
+    path = model_path or demo_model_path()
+    if (count := stated_num_experts(path)) is not None:
+        split_experts(count, num_servers)  # told before anything starts
+    # What the servers are forked from imports torch while this process does.
+    with Zygote(path, {"OMP_NUM_THREADS": "1"}) as zygote:
+        return demo_with(zygote, path, prompt, num_servers, seed, max_new_tokens, picture,
+                         None if quiet else sys.stdout, client_config or ClientConfig())
+
+
+def demo_with(
+    zygote: Zygote, path: str, prompt: str, num_servers: int, seed: int, max_new_tokens: int,
+    picture: str, out: Any, config: ClientConfig,
+) -> dict[str, Any]:
+    import torch
+
     from .model.checkpoint import inspect_model
 
-    out = None if quiet else sys.stdout
     torch.set_num_threads(1)  # as the servers: the processes share the cores, the model is small
-    path = model_path or demo_model_path()
     info = inspect_model(path)
     shares = split_experts(info.num_experts, num_servers)
     token = secrets.token_hex(32)
     say(out, f"model {info.name}: {info.num_layers} MoE layers of {info.num_experts} experts, "
              f"top-{info.top_k}, hidden size {info.hidden_size}")
-    config = client_config or ClientConfig()
     with ChildGroup() as children:
-        env = {"EXPERTWIRE_TOKEN": token, "OMP_NUM_THREADS": "1"}
+        env = {"EXPERTWIRE_TOKEN": token}
         registry = children.start("registry", ["registry", "--listen", "127.0.0.1:0"], env)
         address = registry.wait_line("listening on", START_SECONDS).split()[-1]
+        children.zygote = zygote
         for i, share in enumerate(shares):
             children.start(
                 f"server-{i}",
@@ -108,6 +125,7 @@ def attention_side(
     """Everything but the experts, in this process."""
     from . import transformers as integration
     from .client.client import Client
+    from .generate import generate, load_tokenizer
     from .serve import load_progress
 
     with Client(address, token=token, name="demo", config=config) as client:
@@ -148,8 +166,10 @@ def whole_model(
     path: str, tokenizer: Any, prompt: str, remote: Generation, seed: int
 ) -> tuple[Generation, torch.Tensor]:
     """The same generation and logits from the model in one piece, experts and all."""
+    import torch
     import transformers
 
+    from .generate import generate
     from .transformers import quiet
 
     with quiet():
@@ -163,6 +183,8 @@ def whole_model(
 
 def prompt_logits(model: Any, tokenizer: Any, prompt: str, token_ids: list[int]) -> torch.Tensor:
     """Logits [positions, vocabulary] of the prompt and what was generated, in one pass."""
+    import torch
+
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     ids = torch.cat([ids, torch.tensor([token_ids], dtype=ids.dtype)], dim=1)
     with torch.inference_mode():

@@ -53,6 +53,12 @@ def last_error() -> str:
     return (declare("ew_last_error", ctypes.c_char_p)() or b"").decode()
 
 
+class Range(ctypes.Structure):
+    """ew::Range of native/fiber.hpp."""
+
+    _fields_ = (("addr", ctypes.c_uint64), ("num_bytes", ctypes.c_uint64))
+
+
 class Launch:
     """A prepared sequence of kernels whose argument structures the caller keeps and refills.
 
@@ -90,13 +96,22 @@ class Launch:
         """How long a step of the last run took."""
         return self._steps[step].elapsed_ns
 
-    def run_seeded(self, seed: int, hcas: ctypes.Array | None = None) -> None:
-        """Runs the steps side by side in the interleaving that the seed picks."""
+    def run_seeded(
+        self, seed: int, hcas: ctypes.Array | None = None,
+        watched: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Runs the steps side by side in the interleaving that the seed picks.
+
+        watched: (address, bytes) of memory that others write to; loads which no acquire or fence
+        orders may see an earlier value of it.
+        """
         run = declare(
             "ew_launch_seeded", ctypes.c_int, ctypes.POINTER(Step), ctypes.c_uint32,
-            ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64,
+            ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32,
         )
-        code = run(self._steps, self._count, hcas, len(hcas) if hcas is not None else 0, seed)
+        ranges = (Range * len(watched))(*watched)
+        code = run(self._steps, self._count, hcas, len(hcas) if hcas is not None else 0, seed,
+                   ranges, len(ranges))
         if code != 0:
             raise ExpertwireError(f"launch failed: {last_error()}")
 

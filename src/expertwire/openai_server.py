@@ -22,11 +22,10 @@ import torch
 
 from . import transformers as integration
 from .attention import AttentionClient, open_client
-from .cli.app import stop_on_signals
 from .config import ClientConfig
 from .errors import ConfigError
 from .openai_errors import OpenAIErrors
-from .processes import follow_parent
+from .processes import follow_parent, stop_on_signals
 from .serve import load_progress, parse_device
 
 START_SECONDS = 30.0  # for uvicorn to listen, once the model is loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -12,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from .chaos.zygote import ForkedProcess, Zygote
 from .errors import ExpertwireError, WaitTimeout
+from .zygote import ForkedProcess, Zygote
 
 # A child started with this variable reads its standard input until it ends, then leaves: the pipe
 # closes with the parent, also on kill -9, and needs no signal that a reused pid could receive.
@@ -33,6 +34,21 @@ def follow_parent(stop) -> None:
         stop()
 
     threading.Thread(target=watch, name="expertwire-parent", daemon=True).start()
+
+
+def stop_on_signals(stop: Callable[[], object]) -> None:
+    """SIGTERM and Ctrl-C call `stop` once, and the process ends with the usual code (143, 130)."""
+    def handler(number: int, _: object) -> None:
+        # A second one, of a parent's closed pipe say, would end what is ending with another code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            stop()
+        except ExpertwireError as err:
+            print("expertwire:", err, file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
 
 
 class ChildProcess:

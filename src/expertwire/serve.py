@@ -14,8 +14,8 @@ import torch
 from .config import ServerConfig
 from .errors import ConfigError, WaitTimeout
 from .model.checkpoint import inspect_model
+from .model.config_file import parse_experts
 from .registry.membership import Lease
-from .server.experts import parse_experts
 from .server.server import Server
 
 if TYPE_CHECKING:

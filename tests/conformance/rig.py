@@ -10,6 +10,7 @@ import ctypes
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from expertwire.control.connection import configured_doorbell
@@ -195,12 +196,13 @@ class Rig:
         return total
 
     def _run_until_quiet(self, limit: int) -> int:
-        """Until everything that was rung is acknowledged, or nothing has happened for a second.
-        Returns the entries that were completed."""
-        before, last = self._num_done(), time.monotonic()
-        while time.monotonic() - last < 1.0:
+        """Until everything that was rung is acknowledged, or nothing has happened for a second of
+        processor time: on a busy machine one by the clock can pass without a look. Returns the
+        entries that were completed."""
+        before, last = self._num_done(), time.process_time()
+        while time.process_time() - last < 1.0:
             if self.here.poll(limit):
-                last = time.monotonic()
+                last = time.process_time()
             elif all(pi == ci for pi, ci in (qp.indices() for qp in self.qps)):
                 break
         return self._num_done() - before
@@ -294,6 +296,11 @@ class DeviceRig(Rig):
         super().close()
         self.scratch.close()
 
+    def watched(self, *more: tuple[int, int]) -> list[tuple[int, int]]:
+        """What others write to: completion queues, states of the queue pairs, and `more`."""
+        queues = [(qp.info.cq_addr, 64) for qp in self.qps]
+        return [*queues, (ctypes.addressof(self.states), ctypes.sizeof(self.states)), *more]
+
     def operation(self, op: int, remote_offset: int = 0, local_offset: int = 0, **fields) -> dict:
         return dict(
             op=op, remote_addr=self.remote.addr + remote_offset,
@@ -313,9 +320,12 @@ class DeviceRig(Rig):
 
     def launch(
         self, per_warp, *, warp_size: int = 4, seed: int | None = None, engine: bool = True,
-        blocks: int = 1,
+        blocks: int = 1, watched: Sequence[tuple[int, int]] = (),
     ) -> list[KernelStatus]:
-        """per_warp: one list of operations per warp, all of the same length."""
+        """per_warp: one list of operations per warp, all of the same length.
+
+        watched: as of `DeviceRig.watched`, with a seed.
+        """
         args, status = self.run_args(per_warp)
         launch = Launch([("ibgda_run", args)], grid=blocks, warps=len(per_warp) // blocks,
                         warp_size=warp_size)
@@ -323,5 +333,5 @@ class DeviceRig(Rig):
         if seed is None:
             launch.run(hcas)
         else:
-            launch.run_seeded(seed, hcas)
+            launch.run_seeded(seed, hcas, self.watched(*watched))
         return list(status)

@@ -18,6 +18,7 @@ from tests.conformance.rig import (
     Rig,
 )
 from tests.queue_pair import PUT_ALWAYS_POST, QUIET, BareQp
+from tests.schedules.scenarios import completions
 
 
 @pytest.mark.parametrize("cq_flags", [COLLAPSED, 0])
@@ -167,6 +168,12 @@ def test_26_counter_is_never_seen_before_the_rest():
             thread.join()
         assert not torn and len(seen) > 1
         assert Cqe.decode(rig.raw_cqe()).byte_count == 3000
+
+
+def test_26_no_schedule_shows_a_torn_completion():
+    """Device code that sees the last words, with stores of the engine's and loads in any order."""
+    for seed in range(20):
+        completions(seed)
 
 
 def test_22_overrun_fails_the_queue_unless_it_is_to_be_ignored():

@@ -26,10 +26,11 @@ from expertwire.message import RequestLayout
 
 HERE = Path(__file__).parent
 NATIVE = Path(expertwire.__file__).parent
-ENGINE = ("soft_*.cpp", "wire*.cpp", "trace.cpp", "error.cpp")
+FIBERS = ("fiber*", "schedule.cpp", "history.cpp")
+ENGINE = ("soft_*.cpp", "wire*.cpp", "trace.cpp", "error.cpp", *FIBERS)
 SOURCES = {
     "wqe": (*ENGINE, "ucx_load.cpp"),
-    "head": ("fiber*", "schedule.cpp", "error.cpp"),  # and rows.cpp
+    "head": (*FIBERS, "error.cpp"),  # and rows.cpp
     "wire": ENGINE,
 }
 FLAGS = ["-std=c++20", "-g1", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all",
@@ -118,8 +119,8 @@ def wire_seeds() -> dict[str, bytes]:
     key, region, queue = 0x22222222, 0x52520000 << 32, 0x11111111
 
     def frame(kind=1, acks=(), ops=(), data=b"", seq=0, total=0):
-        head = struct.pack("<IBBBBQIIIIQQQQ", 0x46575745, 1, kind, len(ops), len(acks), 0, queue,
-                           0x77, 0, 0, seq, 0, total, 0)
+        head = struct.pack("<IBBBBQ16xIIIIQQQQ", 0x46575745, 2, kind, len(ops), len(acks), 0,
+                           queue, 0x77, 0, 0, seq, 0, total, 0)
         raw = head + b"".join(acks) + b"".join(ops)
         return bytes([len(raw) // 4, len(data) // 4]) + raw + data
 

@@ -5,26 +5,18 @@
 // pages that nobody may touch, and every table has exactly the size that the server gives it.
 #include <sys/mman.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
 
 #include "fiber.hpp"
+#include "fuzz.hpp"
 #include "server_gather.cuh"
 #include "server_poll.cuh"
 
 namespace {
 
-constexpr u64 kPage = 4096;
 constexpr u32 kLayers = 3, kHidden = 24, kExperts = 7, kMaxRows = 16, kTopK = 4, kClient = 5, kScaleBlock = 16;
 constexpr u32 kMinRows = 3;
-
-void require(bool ok, const char* what) {
-  if (ok) return;
-  fprintf(stderr, "broken: %s\n", what);
-  abort();
-}
 
 u8* guarded_page() {
   auto* space = static_cast<u8*>(mmap(nullptr, 3 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));

@@ -10,47 +10,23 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 
+#include "engine.hpp"
 #include "wire.hpp"
-
-EW_API int ew_wire_open(u32 flags, const char* library, u64 ack_timeout_ns, ew_hca** out);
-EW_API int ew_wire_connect(ew_hca* hca, ew_window* window, const u8* address, u32 num_bytes, u64 wire_id,
-                           ew_peer** out);
-EW_API u64 ew_window_wire_id(ew_window* window);
-EW_API int ew_hca_pd(ew_hca* hca, u32* pd);
-EW_API int ew_hca_register(ew_hca* hca, u32 pd, u64 addr, u64 num_bytes, u32 access, u32* key);
-EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes);
-EW_API int ew_window_create(ew_hca* hca, ew_window** out);
-EW_API int ew_window_publish(ew_window* window, u32 key, u32 fd_idx, u64 fd_offset, u32* rkey);
-EW_API int ew_window_post_recv(ew_window* window, u32 count);
-EW_API void ew_window_destroy(ew_window* window);
-EW_API int ew_peer_destroy(ew_peer* peer);
-EW_API int ew_qp_create(ew_hca* hca, u32 pd, u32 num_wqe, u32 num_cqe, u32 cq_flags, const ew_qp_memory* memory,
-                        ew_qp** out, ew_qp_info* info);
-EW_API int ew_qp_connect(ew_qp* qp, ew_peer* peer, u32 remote_qpn);
-EW_API void ew_qp_indices(ew_qp* qp, u64* pi, u64* ci);
-EW_API void ew_qp_destroy(ew_qp* qp);
 
 namespace {
 
-constexpr u64 kPage = 4096;
 constexpr u32 kQpn = 0x11111111, kKey = 0x22222222, kBlocks = 16;
-
-void require(bool ok, const char* what) {
-  if (ok) return;
-  fprintf(stderr, "broken: %s\n", what);
-  abort();
-}
+constexpr u64 kPeerBytes = 8192, kHeldBytes = 12000;  // so low that frames reach them
 
 struct Input {
   const u8* at = nullptr;
   const u8* end = nullptr;
   u32 control = 0, qpn = 0, rkey = 0;
   u64 window = 0, region = 0;
+  Secret secret = {};
 } input;
 ucx::AmHandlerParam handler;
 
@@ -67,6 +43,7 @@ void put_right(u8* header, u32* header_bytes) {
   if (*header_bytes < sizeof(head) || input.control & 1) return;
   memcpy(&head, header, sizeof(head));
   head.magic = kFrameMagic, head.version = kFrameVersion, head.window = input.window;
+  head.secret = input.secret;
   head.num_acks %= kMaxAcks + 1, head.num_ops %= kMaxOps + 1;
   if (head.num_acks * sizeof(Ack) > *header_bytes - sizeof(head)) head.num_acks = 0;
   const u64 room = *header_bytes - sizeof(head) - head.num_acks * sizeof(Ack);
@@ -98,6 +75,7 @@ ucx::Api make_api() {
   ucx::Api api = {};
   api.ucp_config_read = [](const char*, const char*, ucx::Config*) -> ucx::Status { return ucx::kOk; };
   api.ucp_config_release = [](ucx::Config) {};
+  api.ucs_status_string = [](ucx::Status) { return "an error"; };
   api.ucp_init_version = [](unsigned, unsigned, const ucx::Params*, ucx::Config, ucx::Context*) -> ucx::Status {
     return ucx::kOk;
   };
@@ -166,19 +144,19 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
     auto* space = static_cast<u8*>(mmap(nullptr, 3 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     page = space + kPage;
     require(mprotect(page, kPage, PROT_READ | PROT_WRITE) == 0, "memory");
-    require(ew_wire_open(0, "", ~u64{0} >> 1, &hca) == 0, "the wire");
+    require(ew_wire_open(0, "", "", ~u64{0} >> 1, kPeerBytes, kHeldBytes, &hca) == 0, "the wire");
     ew_hca_pd(hca, &pd), ew_hca_register(hca, pd, reinterpret_cast<u64>(page), kPage, 15, &lkey);
   }
   if (size < 3) return 0;
-  input = {data + 1, data + 1, data[0], 0, 0, 0, reinterpret_cast<u64>(page)};
+  input = {data + 1, data + 1, data[0], 0, 0, 0, reinterpret_cast<u64>(page), {}};
   ew_window* window;
   ew_peer* peer;
   ew_qp* qp;
   ew_qp_info info;
   require(ew_window_create(hca, &window) == 0, "a window");
   require(ew_window_publish(window, lkey, 0, 0, &input.rkey) == 0, "a key");
-  input.window = ew_window_wire_id(window);
-  require(ew_wire_connect(hca, window, data, 1, 1, &peer) == 0, "a peer");
+  input.window = ew_window_wire_id(window, reinterpret_cast<u8*>(&input.secret));
+  require(ew_wire_connect(hca, window, data, 1, 1, reinterpret_cast<const u8*>(&input.secret), &peer) == 0, "a peer");
   require(ew_qp_create(hca, pd, kBlocks, kBlocks, 1, nullptr, &qp, &info) == 0, "a queue pair");
   require(ew_qp_connect(qp, peer, 0x77) == 0, "connecting");
   input.qpn = info.qpn;
@@ -192,6 +170,11 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
     require(ci <= pi && pi <= 3, "the consumer is behind the producer");
   }
   input.at = input.end;
+  u64 counters[5];
+  ew_wire_counters(hca, counters);
+  require(counters[3] <= kHeldBytes, "the limit holds");
   ew_qp_destroy(qp), ew_peer_destroy(peer), ew_window_destroy(window);
+  ew_wire_counters(hca, counters);
+  require(counters[2] == 0, "what a peer made this side hold is given back");
   return 0;
 }

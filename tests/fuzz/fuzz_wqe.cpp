@@ -8,43 +8,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <optional>
 
-#include "soft_hca.hpp"
-
-EW_API int ew_hca_create(u32 flags, ew_hca** out);
-EW_API int ew_hca_destroy(ew_hca* hca);
-EW_API int ew_hca_pd(ew_hca* hca, u32* pd);
-EW_API int ew_hca_wake_fd(ew_hca* hca);
-EW_API int ew_hca_register(ew_hca* hca, u32 pd, u64 addr, u64 num_bytes, u32 access, u32* key);
-EW_API int ew_hca_poll(ew_hca* hca, u32 max_wqes);
-EW_API int ew_window_create(ew_hca* hca, ew_window** out);
-EW_API void ew_window_destroy(ew_window* window);
-EW_API int ew_window_fd(ew_window* window);
-EW_API int ew_window_publish(ew_window* window, u32 key, u32 fd_idx, u64 fd_offset, u32* rkey);
-EW_API int ew_window_post_recv(ew_window* window, u32 count);
-EW_API int ew_window_poll_recv(ew_window* window, u8* cqe);
-EW_API int ew_peer_import(ew_hca* hca, int window_fd, int wake_fd, const int* fds, u32 num_fds, ew_peer** out);
-EW_API int ew_peer_destroy(ew_peer* peer);
-EW_API int ew_qp_create(ew_hca* hca, u32 pd, u32 num_wqe, u32 num_cqe, u32 cq_flags, const ew_qp_memory* memory,
-                        ew_qp** out, ew_qp_info* info);
-EW_API int ew_qp_connect(ew_qp* qp, ew_peer* peer, u32 remote_qpn);
-EW_API void ew_qp_indices(ew_qp* qp, u64* pi, u64* ci);
-EW_API void ew_qp_destroy(ew_qp* qp);
+#include "engine.hpp"
 
 namespace {
 
 constexpr u32 kBlocks = 16, kLocalKey = 0x11111111, kRemoteKey = 0x22222222;
-constexpr u64 kPage = 4096;
-
-void require(bool ok, const char* what) {
-  if (ok) return;
-  fprintf(stderr, "broken: %s\n", what);
-  abort();
-}
 
 // One page between two that nobody may touch: a byte too far is a fault, not a silent success.
 u8* guarded_page(int fd) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ class Servers:
 
     def start(self, *shares: str) -> Servers:
         device = f"cuda:{torch.cuda.device_count() - 1}"
-        new = len(self.processes)
+        new, began = len(self.processes), time.monotonic()
         for share in shares:
             log = open(self.folder / f"server{len(self.processes)}.log", "w")  # noqa: SIM115
             self.processes.append(subprocess.Popen(
@@ -50,16 +51,22 @@ class Servers:
             ended = [p.returncode for p in self.processes[new:] if p.poll() is not None]
             assert not ended and time.monotonic() < deadline, self.logs()
             time.sleep(0.05)
+        note(f"{len(shares)} servers registered", began)
+        for line in re.findall(r"started after .*", self.logs())[-len(shares):]:
+            note(f"    {line}")
         return self
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def remote(self, **options) -> RemoteExperts:
+        began = time.monotonic()
         try:
-            return RemoteExperts(self.registry.address, token=TOKEN, device=0, **options)
+            remote = RemoteExperts(self.registry.address, token=TOKEN, device=0, **options)
         except ExpertwireError as err:
             pytest.fail(f"{err}\n{self.logs()}")
+        note("client connected and warm", began)
+        return remote
 
     def close(self) -> list[int]:
         """Exit codes after SIGTERM."""
@@ -73,10 +80,21 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        began = time.monotonic()
         for process in self.processes:
             process.kill()
             process.wait(10)
         self.registry.close()
+        note("servers ended", began)
+
+
+def note(what: str, began: float | None = None) -> None:
+    """A line about what took how long, into the file that EXPERTWIRE_TEST_TIMES names."""
+    if path := os.environ.get("EXPERTWIRE_TEST_TIMES"):
+        took = "" if began is None else f": {time.monotonic() - began:.1f} s"
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[2]
+        with open(path, "a") as out:
+            out.write(f"{time.strftime('%H:%M:%S')} {test}: {what}{took}\n")
 
 
 def batch(info: dict, num_tokens: int, seed: int) -> tuple[torch.Tensor, ...]:

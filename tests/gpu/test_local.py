@@ -216,10 +216,11 @@ def test_a_refusal_has_a_reason(gpu):
         client = GpuClient(local.model_info, [Peer(4, experts.experts, addrs)], local.client.shape,
                            experts.device, client_id=9, after_send=server.enqueue)
         server.connect(8, client.reply_addrs(0))
-        client.moe(0, *batch(2))
+        got = client.moe(0, *batch(2))
         with pytest.raises(RejectedError, match=r"server 4 refused.*client id") as refused:
             client.check()
         assert refused.value.reason == Reason.CLIENT
+        assert got.isnan().all(), "what was added before the head was judged is taken back"
 
 
 def test_two_servers_with_replicas(gpu):

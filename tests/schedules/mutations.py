@@ -1,4 +1,4 @@
-"""Bugs to plant into a copy of the device code: what is replaced, and which seeds must notice.
+"""Bugs to plant into a copy of the sources: what is replaced, and which seeds must notice.
 
 `old` must occur exactly once in the file: a mutation that no longer applies is an error.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 QUEUE, WQE, PUT = "ibgda_device.cuh", "mlx5_wqe.cuh", "client_put.cuh"
+ENGINE = "../native/soft_complete.cpp"  # relative to device/, as the others
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,21 @@ _FLAG_PUT = (
     "             server.previous_seq, server.slot_idx, args.signal_mode, qp_id, status, s);\n"
 )
 _IMMEDIATE = "status, peer_idx, kOpRdmaWriteImm, slot_idx);"
+_KNOWN = "  const u64 known = load_acquire(&qp->cons_idx, qp_scope(qp));\n"
+_COMPLETED = """\
+  const u64 newest_reserved = load_acquire(&qp->resv_head, qp_scope(qp)) - 1;
+  const CqeTail tail = cqe_tail(load_acquire(words + 15, qp_scope(qp)));
+"""
+_CQE_WORDS = """  for (int i = 0; i < 15; ++i) {
+    u32 word;
+    memcpy(&word, body + 4 * i, 4);
+    store_word(entry + 4 * i, word, __ATOMIC_RELAXED);
+  }
+"""
+_CQE_TAIL = """  const u32 owner = (count / n) & 1;  // flips as the ring wraps, even collapsed
+  const u32 tail = static_cast<u32>(wqe_idx & 0xffff) << 16 | opcode << 4 | owner;
+  store_word(entry + 60, __builtin_bswap32(tail), __ATOMIC_RELEASE);
+"""
 
 MUTATIONS = [
     Mutation("flag before head", PUT, _HEAD_PUT + _FLAG_PUT, _FLAG_PUT + _HEAD_PUT, "message"),
@@ -180,6 +196,27 @@ MUTATIONS = [
         "index spills into opmod", WQE,
         "static_cast<u32>(wqe_idx & 0xffff) << 8;\n  return {{bswap32(opcode",
         "static_cast<u32>(wqe_idx) << 8;\n  return {{bswap32(opcode",
+    ),
+    Mutation(
+        "completion read without acquire", QUEUE, "cqe_tail(load_acquire(words + 15",
+        "cqe_tail(load_relaxed(words + 15", "read_back",
+    ),
+    Mutation(
+        "syndrome of an earlier completion", QUEUE, "cqe_tail(load_acquire(words + 15",
+        "cqe_tail(load_relaxed(words + 15", "errors", seeds=1000,
+    ),
+    *(Mutation(
+        f"what another warp saw complete taken without acquire, {scenario}", QUEUE,
+        _KNOWN + _COMPLETED, _COMPLETED + _KNOWN.replace("acquire", "relaxed"), scenario,
+        seeds=1000,
+    ) for scenario in ("read_back", "errors")),
+    Mutation(
+        "completion's counter before the rest", ENGINE, _CQE_WORDS + _CQE_TAIL,
+        _CQE_TAIL + _CQE_WORDS, "completions",
+    ),
+    Mutation(
+        "completion's counter without release", ENGINE, "(tail), __ATOMIC_RELEASE);",
+        "(tail), __ATOMIC_RELAXED);", "completions",
     ),
     Mutation(
         "chunk not cut at the end of the put", QUEUE,

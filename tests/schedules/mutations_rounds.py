@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.schedules.mutations import Mutation
 
 POLL, GATHER, REPLY = "server_poll.cuh", "server_gather.cuh", "server_reply.cuh"
-SEND, COMBINE, GRID, FAILOVER = (
-    "client_send.cuh", "client_combine.cuh", "grid.cuh", "client_failover.cuh")
+SEND, COMBINE, GRID, FAILOVER, ECHO = (
+    "client_send.cuh", "client_combine.cuh", "grid.cuh", "client_failover.cuh", "server_echo.cuh")
 
 _REPLY_ROWS = (
     "    if (!ibgda_put_nbi_warp<false>(peer, slot.remote_reply_addr, slot.reply_addr, rows_bytes, "
@@ -21,16 +21,32 @@ _REPLY_FLAG = (
     "message.head.seq,\n"
     "             slot.previous_reply_seq, slot.slot_idx, slot.signal_mode, 0, status, m);\n"
 )
-_WAIT = """  u64 seen;
-  while ((seen = load_acquire(flag, Scope::kSystem)) != seq) {
-    if (clock_ns() > deadline) return wrong(kTimeout, seq, seen);
-    spin_pause();
-  }
+_WAIT = """  wait_replies(args, seq, &code);
+  block_sync();
+  if (code != kOk) return fail(args, code);
 """
-_READ_HEAD = "  const ReplyHead head = *at<const ReplyHead>(head_addr);\n"
+_HOLD_HEAD = "  const HeldHead held = hold_head(args, first_head());\n"
 _ARRIVE = "    fence_acq_rel(Scope::kGpu);\n    if (atomic_add("
 
 MUTATIONS = [
+    *(Mutation(
+        f"server's flag without acquire, {scenario}", POLL,
+        "return load_acquire(at<const u64>(slot_flag(",
+        "return load_relaxed(at<const u64>(slot_flag(", scenario,
+    ) for scenario in ("rounds", "rounds_direct")),
+    *(Mutation(
+        f"reply's flag without acquire, {scenario}", COMBINE,
+        "(seen = load_acquire(flag, Scope::kSystem)) != seq",
+        "(seen = load_relaxed(flag, Scope::kSystem)) != seq", scenario,
+    ) for scenario in ("rounds", "rounds_direct", "grids", "failover")),
+    Mutation(
+        "echo's flag without acquire", ECHO, "load_acquire(at<const u64>(batch.flag[i])",
+        "load_relaxed(at<const u64>(batch.flag[i])", "echo",
+    ),
+    Mutation(
+        "echo of what one block saw", ECHO, "    if (count != grid_dim()) continue;",
+        "    if (count == 0) continue;", "echo",
+    ),
     Mutation(
         "poll takes a message twice", POLL, "    slot.last_seq = seq;\n", "", "rounds",
     ),
@@ -62,7 +78,7 @@ MUTATIONS = [
         "    if (thread_idx() == 0) write_reply_head(args, message, slot);\n", "rounds",
     ),
     Mutation(
-        "reply head read before its flag", COMBINE, _WAIT + _READ_HEAD, _READ_HEAD + _WAIT,
+        "reply head read before its flag", COMBINE, _WAIT + _HOLD_HEAD, _HOLD_HEAD + _WAIT,
         "rounds",
     ),
     Mutation(
@@ -72,8 +88,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows added before all replies are in", COMBINE,
-        "  wait_replies(args, &code);\n  block_sync();\n  if (code",
-        "  wait_replies(args, &code);\n  if (code", "rounds_direct",
+        _WAIT, _WAIT.replace("  block_sync();\n", ""), "rounds_direct",
     ),
     Mutation(
         "every block of a direct send releases the flags", SEND,
@@ -82,7 +97,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every block of a reply releases the flags", REPLY,
-        "  if (!last_block(args.arrived, grid_dim())) return;\n",
+        "  if (!last_block(args.arrived, num_blocks)) return;\n",
         "  block_sync();\n  if (thread_idx() != 0) return;\n  fence(Scope::kSystem);\n", "grids",
     ),
     Mutation(

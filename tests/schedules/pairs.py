@@ -109,6 +109,15 @@ class Pairs:
         self.keep.append(np.full(shape, fill, dtype))
         return self.keep[-1]
 
+    def watched(self) -> list[tuple[int, int]]:
+        """What others write to: slots, completion queues, states of the queue pairs."""
+        found = []
+        for end in (end for pair in self.ends.values() for end in pair):
+            found.append((end.recv.addr, end.recv.num_bytes))
+            found += [(state.cq_addr, 64) for state in end.qp_states]
+            found.append((addr(end.qp_states), ctypes.sizeof(end.qp_states)))
+        return found
+
     def no_errors(self) -> None:
         found = [end.first_error() for pair in self.ends.values() for end in pair]
         assert not any(syndrome for syndrome, _ in found), f"completion errors {found}"

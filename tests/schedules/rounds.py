@@ -14,8 +14,11 @@ from expertwire.device_structs import (
     IbgdaPeer,
     IbgdaRunArgs,
     KernelStatus,
+    ServerEchoArgs,
+    ServerReplyArgs,
 )
 from expertwire.launch import Launch, hca_array
+from expertwire.message import ReplyMode
 from tests.queue_pair import FILL
 from tests.schedules.pairs import (
     EXPERTS,
@@ -63,7 +66,7 @@ def _rounds(seed: int, *, do_ibgda: bool) -> None:
             steps.append(("check_client_rounds", ClientRoundsArgs(
                 *map(addr, lists), num_rounds=turns, do_ibgda=do_ibgda)))
         launch = Launch(steps, warps=choose.choice([1, 2]), warp_size=choose.choice([1, 2]))
-        launch.run_seeded(seed, hca_array(*[hca.pointer for hca in pairs.hcas]))
+        launch.run_seeded(seed, hca_array(*[hca.pointer for hca in pairs.hcas]), pairs.watched())
         _check(pairs, statuses, sides, rounds, num_messages)
 
 
@@ -99,20 +102,57 @@ def grids(seed: int) -> None:
                 [("client_send_direct", _send(batch, pairs)),
                  *[("check_server_rounds", side.args) for side in sides]],
                 grid=[choose.randint(1, 4)] + [1] * num_servers, **shape,
-            ).run_seeded(seed)
+            ).run_seeded(seed, watched=pairs.watched())
             Launch(
                 [("client_combine", batch.combine),
                  *[("server_reply_in_place", side.reply) for side in sides]],
                 grid=[choose.randint(1, 3) for _ in range(1 + num_servers)], **shape,
-            ).run_seeded(seed + 1)
+            ).run_seeded(seed + 1, watched=pairs.watched())
         _check(pairs, statuses, sides, rounds, 1)
+
+
+def echo(seed: int) -> None:
+    """client_send_direct of two clients beside server_echo_in_place, all of many blocks; what the
+    blocks did not all see the next launch answers."""
+    choose = random.Random(seed)
+    num_clients, num_servers, turns = 2, 2, 2
+    shape = dict(warps=choose.choice([1, 2]), warp_size=choose.choice([1, 2]))
+    with Pairs(choose, num_clients, num_servers, in_place=True) as pairs:
+        pairs.reply_mode = ReplyMode.SUM
+        statuses = (KernelStatus * num_clients)()
+        echoes = []
+        for s in range(num_servers):
+            side = ServerSide(pairs, s, num_clients, 1, LATER)
+            reply = ServerReplyArgs.from_buffer_copy(side.reply)
+            reply.expert_output = 0
+            echoes.append(ServerEchoArgs(poll=side.args.take.poll, reply=reply,
+                                         seen=addr(pairs.new(num_clients))))
+            pairs.keep.append(side)
+        for turn in range(turns):
+            batches = [Round(pairs, choose, c, turn + 1, statuses[c]) for c in range(num_clients)]
+            sends = [("client_send_direct", _send(batch, pairs)) for batch in batches]
+            combines = [("client_combine", batch.combine) for batch in batches]
+            for first, timeout_ns in ((sends, TIMEOUT_NS), (combines, 1)):
+                for args in echoes:
+                    args.poll.timeout_ns = timeout_ns  # the second time all is there that can come
+                steps = [*first, *(("server_echo_in_place", args) for args in echoes)]
+                Launch(steps, grid=[choose.randint(1, 3) for _ in steps], **shape).run_seeded(
+                    seed, watched=pairs.watched())
+            assert not any(s.code for s in statuses), f"statuses {[s.code for s in statuses]}"
+            for c, batch in enumerate(batches):
+                for t, ids in enumerate(batch.ids):
+                    want = batch.hidden[t] * len({e % num_servers for e in ids})
+                    assert (batch.output[t] == want).all(), f"client {c}, token {t}, turn {turn}"
 
 
 def failover(seed: int) -> None:
     """Two servers hold everything, one may be silent: it is lost, and the batch goes to the other
-    one under the next seq. What answered is kept, whenever in the wait it did."""
+    one under the next seq, stored directly or through the queues. What answered is kept, whenever
+    in the wait it did."""
     choose = random.Random(seed)
-    with Pairs(choose, 1, 2, in_place=True, replicas=[[0, 1]] * EXPERTS) as pairs:
+    in_place, mode = choose.random() < 0.5, choose.choice([0, 2])  # nobody added to flags before
+    with Pairs(choose, 1, 2, signal_mode=0 if in_place else mode, in_place=in_place,
+               replicas=[[0, 1]] * EXPERTS) as pairs:
         status = (KernelStatus * 1)()
         batch = Round(pairs, choose, 0, 7, status[0])
         loaded = [s for s in range(2) if batch.routing.rows[s]]
@@ -133,7 +173,8 @@ def failover(seed: int) -> None:
                 pairs.keep += [fill, peer, own]
                 steps.append(("ibgda_run", IbgdaRunArgs(
                     peer=addr(peer), operations=addr(fill), status=addr(own), num_operations=1)))
-        Launch(steps, warps=1, warp_size=choose.choice([2, 4])).run_seeded(seed)
+        Launch(steps, warps=1, warp_size=choose.choice([2, 4])).run_seeded(
+            seed, watched=pairs.watched())
         gone = [s for s in range(2) if lost[s]]
         assert gone == silent, f"lost {gone}, silent {silent}"
         assert resend[0] == (-1 if silent else 0)
@@ -150,17 +191,23 @@ def _resend(seed, choose, pairs, batch, server, status, resend) -> None:
     pairs.replicas = [[server]] * EXPERTS
     again = Round(pairs, choose, 0, 8, status[0], ids=batch.ids)
     again.hidden[:], again.weights[:] = batch.hidden, batch.weights
-    side = ServerSide(pairs, server, 1, 1, DIRECT)
+    side = ServerSide(pairs, server, 1, 1, DIRECT if pairs.in_place else IBGDA)
     again.route.expert_servers = addr(batch.expert_servers)
+    again.pack.missing_expert = again.put.missing_expert = addr(resend)
+    if pairs.in_place:
+        steps = [("client_send_direct", _send(again, pairs, addr(resend))),
+                 ("client_combine", again.combine)]
+        grid = [1, choose.randint(1, 3), choose.randint(1, 2)]
+    else:
+        steps, grid = [("check_client_rounds", ClientRoundsArgs(
+            addr(again.pack), addr(again.put), addr(again.combine), num_rounds=1, do_ibgda=1))], 1
     Launch(
-        [("client_send_direct", _send(again, pairs, addr(resend))),
-         ("check_server_rounds", side.args), ("client_combine", again.combine)],
-        grid=[choose.randint(1, 3), 1, choose.randint(1, 2)], warps=choose.choice([1, 2]),
+        [("check_server_rounds", side.args), *steps], grid=grid, warps=choose.choice([1, 2]),
         warp_size=2,
-    ).run_seeded(seed)
+    ).run_seeded(seed, hca_array(*[hca.pointer for hca in pairs.hcas]), pairs.watched())
     assert status[0].code == 0, f"status {status[0].code} at stage {status[0].stage}"
     side.check(1)
     again.check({server: side.held}, "the batch that was sent again")
 
 
-SCENARIOS = {f.__name__: f for f in (rounds, rounds_direct, grids, failover)}
+SCENARIOS = {f.__name__: f for f in (rounds, rounds_direct, grids, echo, failover)}

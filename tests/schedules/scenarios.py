@@ -116,7 +116,8 @@ def read_back(seed: int) -> None:
                            local_addr=rig.local.addr + log + 48 * turn)
 
         statuses = rig.launch([list(program(w)) for w in range(blocks)], blocks=blocks,
-                              warp_size=warp_size, seed=seed)
+                              warp_size=warp_size, seed=seed,
+                              watched=[(rig.local.addr, SLOT * blocks)])
         assert [s.code for s in statuses] == [0] * blocks
         for warp in range(blocks):
             assert rig.at_local(AREA + 1024 * warp, 192) == bytes(range(1, 193))
@@ -141,6 +142,35 @@ def errors(seed: int) -> None:
             else:
                 assert (status.code, status.syndrome in (0x13, 0x05)) == (2, True), status.code
         assert any(s.code for s in statuses)
+
+
+def completions(seed: int) -> None:
+    """Whoever sees the last words of a completion sees all of it, read word by word afterwards."""
+    choose = random.Random(seed)
+    readers, puts = choose.choice([1, 2]), choose.randint(2, 5)
+    last, fails = puts - 1, choose.random() < 0.5
+    with DeviceRig(DEPTH, timeout_ns=TIMEOUT_NS) as rig:
+        Watch(rig, fail_at=last if fails else None)
+        cq, qpn = rig.qp.info.cq_addr, rig.qp.info.qpn
+        want = struct.pack(
+            ">32xI8xI4x3xBIHBB", qpn, 0 if fails else 8 * puts, 0x13 if fails else 0, 8 << 24 | qpn,
+            last, 0, 13 << 4 if fails else 0)
+        poster = [rig.operation(PUT_ALWAYS_POST, num_bytes=8 * (i + 1)) for i in range(puts)]
+        reader = [dict(op=AWAIT, local_addr=cq + 56, value=int.from_bytes(want[56:], "little"))]
+        reader += [dict(op=COPY, remote_addr=cq, num_bytes=64)] * (puts - 1)
+        programs = [poster, *([dict(op) for op in reader] for _ in range(readers))]
+        logs = []
+        for program in programs[1:]:
+            for operation in program[1:]:
+                operation["local_addr"] = rig.local.addr + AREA + 64 * len(logs)
+                logs.append(AREA + 64 * len(logs))
+        statuses = rig.launch(programs, blocks=1 + readers, warp_size=choose.choice([1, 4]),
+                              seed=seed)
+        rig.here.set_hook(None)
+        assert [s.code for s in statuses] == [0] * (1 + readers)
+        for log in logs:
+            got = rig.at_local(log, 64)
+            assert got == want, f"completion {got.hex(' ', 4)}, not {want.hex(' ', 4)}"
 
 
 def _message(seed: int, *, direct: bool) -> None:
@@ -182,7 +212,8 @@ def _message(seed: int, *, direct: bool) -> None:
         kernel = "client_put_direct" if direct else "client_put_ibgda"
         launch = Launch([(kernel, put), ("ibgda_run", readers)], grid=servers,
                         warp_size=choose.choice([1, 4]))
-        launch.run_seeded(seed, hca_array(rig.here.pointer, rig.there.pointer))
+        launch.run_seeded(seed, hca_array(rig.here.pointer, rig.there.pointer),
+                          rig.watched((rig.remote.addr, slot * servers)))
         codes = [status.code, *(s.code for s in reader_status)]
         got = [ctypes.string_at(log.addr + slot * s, lengths[s]) for s in range(servers)]
         log.close()
@@ -203,5 +234,5 @@ def message_direct(seed: int) -> None:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (shared_queue, full_ring, read_back, errors, message, message_direct)
+    for f in (shared_queue, full_ring, read_back, errors, completions, message, message_direct)
 } | rounds.SCENARIOS

@@ -16,7 +16,7 @@ from expertwire.chaos.plan import load_plan, parse_plan, plan_names
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError
 from expertwire.model.checkpoint import load_experts
-from expertwire.server.experts import parse_experts
+from expertwire.model.config_file import parse_experts
 
 SERVERS = {"a": "0-15", "b": "0-15"}
 

@@ -50,9 +50,10 @@ def wait_until(ready, seconds: float = 30.0) -> bool:
     return bool(ready())
 
 
-def test_a_refused_server_ends_with_one_line(registry, token):
+def test_a_refused_server_ends_with_one_line(registry, token, warm):
     other = {"name": "a", "address": "a", "pid": 1, "model": model_facts(), "experts": [0]}
-    with contextlib.closing(Lease(registry.address, token, other)) as lease, ChildGroup() as group:
+    with (contextlib.closing(Lease(registry.address, token, other)) as lease,
+          ChildGroup(warm) as group):
         lease.wait_registered(5)
         child = serve(group, registry.address, "--experts", "0")
         assert child.process.wait(START) == 1, child.lines

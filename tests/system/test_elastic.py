@@ -187,9 +187,9 @@ def command(fleet: Fleet, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_drain_as_a_command():
+def test_drain_as_a_command(warm):
     path = demo_model_path()
-    with Fleet(path) as fleet:
+    with Fleet(path, zygote=warm) as fleet:
         fleet.start_registry()
         fleet.start_servers({"a": "0-15", "b": "0-15", "c": "0-7"})
         with Client(fleet.address, token=fleet.token, reply_timeout=60) as client:  # slow is fine

@@ -65,8 +65,8 @@ class Load:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Fleet]:
-    with Fleet(MODEL) as fleet:
+def running(warm) -> Iterator[Fleet]:
+    with Fleet(MODEL, zygote=warm) as fleet:
         fleet.start_registry()
         fleet.start_servers(SHARES)
         yield fleet

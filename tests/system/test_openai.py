@@ -95,9 +95,9 @@ def local_texts() -> list[str]:
     return texts
 
 
-def test_chat_with_continuous_batching(local_texts):
+def test_chat_with_continuous_batching(local_texts, warm):
     """Streams the local model's text, alone and two at once; outlives an outage; ends cleanly."""
-    with ChildGroup() as children:
+    with ChildGroup(warm) as children:
         stack = Stack(children)
         assert stack.health() == 200
         assert [model.id for model in stack.client.models.list().data] == ["demo_model"]
@@ -137,8 +137,8 @@ def test_chat_with_continuous_batching(local_texts):
         assert not any("Traceback" in line for line in log[num_lines:]), log[num_lines:]
 
 
-def test_chat_without_continuous_batching(local_texts):
-    with ChildGroup() as children:
+def test_chat_without_continuous_batching(local_texts, warm):
+    with ChildGroup(warm) as children:
         stack = Stack(children, "--no-continuous-batching")
         with ThreadPoolExecutor(2) as pool:
             assert [text for text, _ in pool.map(stack.stream, PROMPTS)] == local_texts
@@ -149,9 +149,9 @@ def test_chat_without_continuous_batching(local_texts):
 @pytest.mark.parametrize(("number", "code", "options"), [
     (signal.SIGTERM, 143, []), (signal.SIGINT, 130, ["--no-continuous-batching"]),
 ])
-def test_ends_in_time_in_the_middle_of_an_answer(number, code, options):
+def test_ends_in_time_in_the_middle_of_an_answer(number, code, options, warm):
     """A client reads slowly what would go on for minutes; nothing stays of the processes."""
-    with ChildGroup() as children:
+    with ChildGroup(warm) as children:
         stack = Stack(children, *options)
         stream = stack.client.chat.completions.create(
             model="demo_model", messages=[{"role": "user", "content": PROMPTS[0]}], stream=True,

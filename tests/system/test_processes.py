@@ -48,9 +48,9 @@ def processes_of(mark: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def system():
+def system(warm):
     """A registry and three servers: two halves, and one that holds everything."""
-    with ChildGroup() as children:
+    with ChildGroup(warm) as children:
         registry = children.start("registry", ["registry", "--listen", "127.0.0.1:0"], ENV)
         address = registry.wait_line("listening on", START).split()[-1]
         servers = {}
@@ -200,7 +200,7 @@ def test_demo_killed_leaves_no_process(tmp_path):
         if "start as processes" in line:
             break
     family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == 4
+    assert len(family) == 5, "the registry, three servers, what they were forked from"
     process.kill()
     process.wait(5)
     _, alive = psutil.wait_procs(family, timeout=10)

@@ -220,9 +220,9 @@ def rows_per_server(address: str, token: bytes) -> dict[str, float]:
     return {s["server_id"]: sum(measured_rows([s], 16)) for s in servers}
 
 
-def test_a_skewed_system_of_processes_becomes_as_even_as_the_dry_run_says():
+def test_a_skewed_system_of_processes_becomes_as_even_as_the_dry_run_says(warm):
     """Zipf load on three server processes; the command plans, then applies while clients run."""
-    with Fleet(demo_model_path(), lease=1.0) as fleet:
+    with Fleet(demo_model_path(), lease=1.0, zygote=warm) as fleet:
         fleet.start_registry()
         fleet.start_servers({"a": "0-7", "b": "8-11", "c": "12-15"})
         # Servers that say nothing of their room have as much as they hold: --places gives more.

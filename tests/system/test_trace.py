@@ -168,8 +168,8 @@ with Client(sys.argv[1], name="c") as client:
 """
 
 
-def test_processes_write_one_trace_and_a_killed_one_is_in_it(path):
-    with ChildGroup() as children, Registry("127.0.0.1:0") as registry:
+def test_processes_write_one_trace_and_a_killed_one_is_in_it(path, warm):
+    with ChildGroup(warm) as children, Registry("127.0.0.1:0") as registry:
         (server,) = start_servers(children, registry.address, path, 1)
         client = subprocess.Popen(
             [sys.executable, "-c", CLIENT, registry.address, "20"], text=True,

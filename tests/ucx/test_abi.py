@@ -46,7 +46,8 @@ VALUES = {
     "kCloseForce": "UCP_EP_CLOSE_FLAG_FORCE", "kOk": "UCS_OK", "kInProgress": "UCS_INPROGRESS",
 }
 FUNCTIONS = [
-    "ucp_init_version", "ucp_worker_create", "ucp_worker_query", "ucp_worker_get_address",
+    "ucp_config_modify", "ucp_init_version", "ucp_worker_create", "ucp_worker_query",
+    "ucp_worker_get_address",
     "ucp_worker_progress", "ucp_worker_get_efd", "ucp_worker_arm",
     "ucp_worker_set_am_recv_handler", "ucp_ep_create", "ucp_ep_close_nbx", "ucp_am_send_nbx",
     "ucp_request_check_status", "ucp_request_free", "ucs_status_string",

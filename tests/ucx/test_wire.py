@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from expertwire.chaos.fleet import wait_stopped
 from expertwire.control.handles import WireHandle
 from expertwire.errors import HcaError
 from expertwire.hca import open_hca
@@ -42,13 +43,15 @@ class End:
         self.qp = self.hca.create_qp(64)
         self.qp.connect(self.peer, 1)
 
-    def write(self, addr: int, rkey: int, num_bytes: int = 8, count: int = 1) -> None:
-        """Posts writes from the begin of this region, rings once."""
+    def write(
+        self, addr: int, rkey: int, num_bytes: int = 8, count: int = 1, offset: int = 0
+    ) -> None:
+        """Posts writes from that offset in this region, rings once."""
         info = self.qp.info
         for _ in range(count):
             raw = Wqe(
                 WRITE, index=self.next_idx, qpn=info.qpn, raddr=addr, rkey=rkey,
-                data=(DataSegment(num_bytes, self.mr.lkey, self.memory.addr),),
+                data=(DataSegment(num_bytes, self.mr.lkey, self.memory.addr + offset),),
             ).encode()
             ctypes.memmove(info.sq_addr + 64 * (self.next_idx % 64), raw, len(raw))
             self.next_idx += 1
@@ -130,6 +133,21 @@ def test_bytes_arrive_whole_and_completions_say_so(pair, num_bytes):
     assert here.hca.stats()["bytes"] == num_bytes
 
 
+def test_bytes_arrive_whole_wherever_in_a_page_they_begin(pair):
+    """The wire puts bytes before those that begin with a page, and fills up lines."""
+    here, there = pair
+    data = os.urandom(SIZE)
+    ctypes.memmove(here.memory.addr, data, SIZE)
+    for offset in (0, 1, 13, 14, 31, 45, 64, 4077, 4095, 4096):
+        for num_bytes in (4095, 4096, 4133, 270_000):
+            ctypes.memset(there.memory.addr, 0, num_bytes + 1)
+            here.write(there.memory.addr, there.rkey, num_bytes, offset=offset)
+            here.wait_done()
+            expected = data[offset : offset + num_bytes] + b"\0"
+            assert ctypes.string_at(there.memory.addr, num_bytes + 1) == expected
+    assert here.qp.first_error() == (0, 0)
+
+
 def test_entries_rung_together_share_frames(pair):
     """Both directions at once, more than a ring in all: nothing lost, nothing twice."""
     here, there = pair
@@ -200,6 +218,7 @@ def test_silent_peer_is_lost_after_the_timeout(far):
     """SIGSTOP: its TCP still answers, its engine does not."""
     here, child, addr, rkey = far
     child.send_signal(signal.SIGSTOP)
+    wait_stopped(child.pid)
     try:
         here.write(addr, rkey, count=2)
         assert 0.8 < here.wait_done() < 6

@@ -341,6 +341,26 @@ class TestCombine:
         assert self.status.syndrome == change.get("reason", 0)
         assert (out == 55).all()
 
+    @pytest.mark.parametrize("geometry", [(1, 1, 1), (3, 2, 4), (2, 8, 2)], ids=str)
+    @pytest.mark.parametrize("change", [dict(magic=1), dict(reason=14), dict(num_rows=1000)],
+                             ids=str)
+    def test_what_was_added_is_taken_back(self, change, geometry):
+        """Where the failure is told by a word, heads are judged after the rows are added."""
+        out, want = self.prepare(num_tokens=9, hidden_size=300)
+        failed = ctypes.c_uint32()
+        self.args.failed = ctypes.addressof(failed)
+        run("client_combine", self.args, geometry)
+        assert torch.equal(out, want) and failed.value == 0
+        for name, value in change.items():
+            setattr(self.heads[1], name, value)
+        self.put_head(1, self.heads[1])
+        run("client_combine", self.args, geometry)
+        assert (self.status.code, self.status.peer) == (STATUS_BAD_ARGUMENT, 1)
+        assert failed.value == STATUS_BAD_ARGUMENT and out.isnan().all()
+        untouched = self.storage.clone()
+        untouched[: out.shape[0], 1 : 1 + self.hidden_size] = 55
+        assert (untouched == 55).all(), "wrote beside its rows"
+
     def test_a_damaged_head_is_reported(self):
         self.prepare()
         self.slots[0][-80 + 40] ^= 1  # a byte that only the checksum covers

@@ -8,7 +8,8 @@ from tests.families import FAMILIES, make_model, save_model
 
 from expertwire.errors import ConfigError
 from expertwire.model.checkpoint import load_experts, pluggable
-from expertwire.server.experts import MAX_ROWS, ExpertLayer, ExpertShard, parse_experts, threads
+from expertwire.model.config_file import parse_experts
+from expertwire.server.experts import MAX_ROWS, ExpertLayer, ExpertShard, threads
 from expertwire.server.plain_experts import PlainExperts
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -44,7 +44,7 @@ def values(families, name, **labels):
 
 
 @pytest.fixture(scope="module")
-def scraped():
+def scraped(warm):
     """(the registry's metrics, the server's, what the client counted) of three processes."""
     env = {"EXPERTWIRE_TOKEN": TOKEN.decode(), "EXPERTWIRE_TOKEN_FILE": "", "OMP_NUM_THREADS": "1"}
     registry = ChildProcess("registry", ["registry", "--listen", "127.0.0.1:0",
@@ -55,7 +55,7 @@ def scraped():
         address = registry.wait_line("registry listening", SECONDS).split()[-1]
         server = ChildProcess("server", ["serve", str(demo_model_path()), "--experts", "all",
                                          "--name", "s0", "--registry", address,
-                                         "--metrics-port", "0"], env=env)
+                                         "--metrics-port", "0"], env, warm)
         at_server = server.wait_line("metrics at", SECONDS).split("/")[2]
         with Client(address, token=TOKEN, name="attention", connect_timeout=SECONDS) as client:
             client.wait_ready()

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
+from tests.families import COMMON, FAMILIES
 
 from expertwire.cli.app import app
+from expertwire.cli.plan import workload
 from expertwire.demo import demo_model_path
 from expertwire.errors import ConfigError
+from expertwire.model.config_file import stated_config, stated_num_experts
 from expertwire.planning.costs import (
     CPU,
     H200,
@@ -25,6 +29,7 @@ from expertwire.planning.costs import (
     fit_costs,
     fit_nonnegative,
     parse_link,
+    typical,
     with_link,
 )
 from expertwire.planning.predict import (
@@ -112,6 +117,19 @@ def test_processes_that_work_at_once_share_the_cpus():
         crowded, roomy = predict(work, servers, costs), predict(work, servers, own)
         served = roomy.experts_us + own.server_us
         assert crowded.layer_us - roomy.layer_us == pytest.approx((share - 1) * served)
+
+
+def test_the_parts_of_a_typical_message_add_up_to_its_time():
+    """Parts that vary by themselves: their lower deciles add up to less than anything takes."""
+    rng = np.random.default_rng(3)
+    trips, experts = 100 + rng.exponential(100, 2000), 50 + rng.exponential(50, 2000)
+    samples = [{"trip_us": t, "experts_us": e} for t, e in zip(trips, experts, strict=True)]
+    for quantile in (0.1, 0.5):
+        found = typical(samples, quantile)
+        whole = np.quantile(trips + experts, quantile)
+        assert found["trip_us"] + found["experts_us"] == pytest.approx(whole, rel=0.03)
+        assert np.quantile(trips, quantile) + np.quantile(experts, quantile) < 0.97 * whole
+    assert typical(samples[:1], 0.1) == samples[0] == typical(samples[:1], 1.0)
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4, 8])
@@ -310,3 +328,33 @@ def test_every_figure_is_finite(combination, capsys):
     for prediction in facts["predictions"]:
         for value in prediction.values():
             assert isinstance(value, str) or 0 <= value < 1e12
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "demo"])
+def test_sizes_that_the_config_states_are_those_that_transformers_knows(family, tmp_path):
+    path = demo_model_path()
+    if family != "demo":
+        name, settings = FAMILIES[family]
+        getattr(transformers, name)(**{**COMMON, **settings, "dtype": "float16"}).save_pretrained(
+            tmp_path)
+        path = str(tmp_path)
+    asked = dict(tokens=8, clients=2, attention_us=0.0)
+    quick = stated_config(path)
+    if family in ("demo", "qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"):
+        assert quick is not None, "these state everything"
+    with pytest.MonkeyPatch.context() as patch:
+        got = workload(path, **asked)
+        patch.setattr("expertwire.model.config_file.stated_config", lambda _: None)
+        assert got == workload(path, **asked)
+
+
+@pytest.mark.parametrize("change", [
+    {"num_experts_per_tok": None}, {"moe_intermediate_size": None}, {"num_local_experts": None},
+    {"num_experts": 3}, {"text_config": {}}, {"quantization_config": {}}, {"dtype": "int8"},
+    {"num_local_experts": None, "n_routed_experts": 4},
+], ids=str)
+def test_transformers_is_asked_where_the_config_is_silent(change, tmp_path):
+    facts = json.loads((Path(demo_model_path()) / "config.json").read_text())
+    facts = {name: value for name, value in {**facts, **change}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    assert stated_config(tmp_path) is None and stated_num_experts(tmp_path) is None

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from expertwire.chaos.zygote import Zygote
 from expertwire.demo import demo_model_path
 from expertwire.errors import ExpertwireError
 from expertwire.processes import ChildGroup
+from expertwire.zygote import Zygote
 
 TOKEN = "zygote-tests-0123456789"
 LISTEN = ["registry", "--listen", "127.0.0.1:0"]

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from ..errors import ConfigError
 from ..processes import ChildGroup, ChildProcess
-from .zygote import Zygote
+from ..zygote import Zygote
 
 START_SECONDS = 120.0  # importing torch takes long where many processes share two cores
 
@@ -87,7 +87,7 @@ class Fleet(ChildGroup):
             raise ConfigError(f"there is no process {name}")
         child.process.send_signal(number)
         if number == signal.SIGSTOP:
-            _wait_stopped(child.process.pid)
+            wait_stopped(child.process.pid)
 
     def kill(self, name: str) -> None:
         """kill -9, and waits until the process is gone."""
@@ -122,7 +122,7 @@ class Fleet(ChildGroup):
         self._folder.cleanup()
 
 
-def _wait_stopped(pid: int) -> None:
+def wait_stopped(pid: int) -> None:
     """A process that was sent SIGSTOP runs on until its threads have seen it (proc(5), State)."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:

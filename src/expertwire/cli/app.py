@@ -50,23 +50,6 @@ def print_json(facts: dict[str, Any]) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def stop_on_signals(stop) -> None:
-    """SIGTERM and Ctrl-C call `stop` once, and the process ends with the usual code (143, 130)."""
-    from ..errors import ExpertwireError
-
-    def handler(number: int, _: object) -> None:
-        # A second one, of a parent's closed pipe say, would end what is ending with another code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            stop()
-        except ExpertwireError as err:
-            print("expertwire:", err, file=sys.stderr)
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
-
-
 @app.callback()
 def tls_files(
     tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="registry: its certificate, "
@@ -77,11 +60,12 @@ def tls_files(
                                                "registry's must be signed by")] = None,
 ) -> None:
     """Serve the experts of a Mixture-of-Experts model as independent network services."""
-    from ..control import tls
+    if tls_cert or tls_key or tls_ca:
+        from ..control import tls
 
-    for name, file in ((tls.CERT, tls_cert), (tls.KEY, tls_key), (tls.CA, tls_ca)):
-        if file:
-            os.environ[name] = file  # for child processes, too
+        for name, file in ((tls.CERT, tls_cert), (tls.KEY, tls_key), (tls.CA, tls_ca)):
+            if file:
+                os.environ[name] = file  # for child processes, too
 
 
 @app.command()
@@ -125,6 +109,7 @@ def registry(
     metrics_port: MetricsOption = None,
 ) -> None:
     """Run the registry that servers and clients find each other through."""
+    from ..processes import stop_on_signals
     from ..registry.registry import Registry
 
     server = Registry(listen, lease_seconds=lease, state_path=state)
@@ -162,9 +147,15 @@ def serve(
     """Serve some experts of a model."""
     from ..config import ServerConfig
     from ..control.frames import load_token, parse_address
+    from ..model.config_file import parse_experts, stated_num_experts
+
+    parse_address(registry)  # mistakes are told before torch is imported, which takes seconds
+    count = stated_num_experts(model)
+    if count is not None and experts not in ("all", "auto"):
+        parse_experts(experts, count)
+    from ..processes import stop_on_signals
     from ..serve import make_server, run_server
 
-    parse_address(registry)
     server = make_server(
         model, experts, registry, name=name, dtype=dtype, token=load_token(), num_auto_servers=of,
         config=ServerConfig(num_threads=threads, batch_invariant=batch_invariant, room=room,
@@ -179,6 +170,8 @@ def serve(
         look_at_server(server, metrics_port)
     print(f"{server.name}: {len(server.shard.experts)} experts of {server.model['name']}, "
           f"registry {registry}", flush=True)
+    if hasattr(server, "startup"):
+        print(f"{server.name}: started after {server.startup}", flush=True)
     wait_for(lambda: run_server(server))
 
 
@@ -201,9 +194,12 @@ def generate(
     """Generate text with remote experts."""
     from ..config import ClientConfig
     from ..control.frames import load_token, parse_address
-    from ..generate import run_generate
+    from ..model.config_file import checkpoint_folder
 
     parse_address(registry)
+    checkpoint_folder(model)
+    from ..generate import run_generate
+
     result = run_generate(
         model, prompt, registry, max_new_tokens=tokens, temperature=temperature, seed=seed,
         as_json=as_json, token=load_token(), dtype=dtype, device=device,
@@ -232,9 +228,12 @@ def openai(
     """Run transformers' OpenAI-compatible server with remote experts."""
     from ..config import ClientConfig
     from ..control.frames import load_token, parse_address
-    from ..openai_server import run_openai
+    from ..model.config_file import checkpoint_folder
 
     parse_address(registry)
+    checkpoint_folder(model)
+    from ..openai_server import run_openai
+
     run_openai(model, registry, host=host, port=port, dtype=dtype, token=load_token(),
                continuous_batching=continuous_batching, device=device,
                client_config=ClientConfig(
@@ -358,7 +357,7 @@ def wait_for(blocking) -> None:
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     from ..errors import ExpertwireError
-    from ..processes import follow_parent
+    from ..processes import follow_parent, stop_on_signals
 
     stop_on_signals(lambda: None)
     follow_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))  # also while still importing

@@ -98,10 +98,16 @@ def lines(
 def workload(model: str, **asked: Any) -> Workload:
     """The model's sizes, from its config alone: no weights are needed."""
     from ..errors import ConfigError
-    from ..model.checkpoint import read_config, top_k_of
+    from ..model.checkpoint_facts import top_k_of
+    from ..model.config_file import MIDDLE_SIZE_NAMES, NUM_EXPERTS_NAMES, stated_config
     from ..planning.predict import Workload
 
-    config = read_config(model)
+    config: Any = stated_config(model)
+    if config is None:  # seconds, for torch and transformers
+        from ..model.checkpoint import read_config
+
+        config = read_config(model)
+        config.dtype_bytes = getattr(getattr(config, "dtype", None), "itemsize", 2)
 
     def first(*names: str) -> int:
         for name in names:
@@ -111,13 +117,12 @@ def workload(model: str, **asked: Any) -> Workload:
         raise ConfigError(f"{model}: its config has none of {', '.join(names)}")
 
     dense = getattr(config, "first_k_dense_replace", 0) or 0
-    size = getattr(getattr(config, "dtype", None), "itemsize", 2)
     return Workload(
         num_layers=first("num_hidden_layers") - dense,
-        num_experts=first("num_local_experts", "n_routed_experts", "num_experts"),
+        num_experts=first(*NUM_EXPERTS_NAMES),
         top_k=top_k_of(None, config), hidden_size=first("hidden_size"),
-        middle_size=first("moe_intermediate_size", "intermediate_size"), element_bytes=size,
-        weight_bytes=size, **asked,
+        middle_size=first(*MIDDLE_SIZE_NAMES), element_bytes=config.dtype_bytes,
+        weight_bytes=config.dtype_bytes, **asked,
     )
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import ClientConfig
+from ..control.data_address import own_data_host
 from ..control.frames import load_token
 from ..errors import ConfigError, ExpertwireError, InFlightError, WaitTimeout
 from ..hca import open_hca
@@ -34,6 +35,7 @@ from ..pacing import Pace
 from ..registry.membership import Membership
 from ..trace import recorder as trace
 from . import collect, send
+from .counting import client_stats
 from .flight import Chunk, Flight, Handle
 from .inputs import Batch, InputCheck
 from .links import Links
@@ -76,12 +78,12 @@ class Client:
         self.errors: collections.Counter[str] = collections.Counter()  # completions, by syndrome
         self.dropped: collections.Counter[int] = collections.Counter()  # pairs by expert
         self._num_open = 0  # batches that are not combined yet
-        self.trace: list | None = None  # set to a list to record flight spans (collect.py)
+        self.trace: list | None = None  # set to a list to record flight spans (counting.py)
         self.seq = 0  # the last one given out
         self.closed = False
         address = registry if isinstance(registry, str) else registry.address
         token = load_token() if token is None else token
-        self.hca = open_hca(self.config.hca)
+        self.hca = open_hca(self.config.hca, local_address=own_data_host(self.config.hca, address))
         self.engines = hca_array(self.hca.pointer)
         self.spin_ns = int(self.config.spin_us * 1e3)
         self._flights = [Flight(i, self.config) for i in range(self.config.num_slots)]
@@ -179,7 +181,7 @@ class Client:
 
     def stats(self) -> dict:
         """Counters and stage times: {"stages": ..., "servers": {id: ...}, ...} (times in us)."""
-        return collect.client_stats(self)
+        return client_stats(self)
 
     def dump(self, path: str | Path) -> None:
         """Writes the send queues to all servers to a file, for `expertwire wqe decode`.

@@ -10,7 +10,7 @@ import torch
 from ..device_structs import SIGNAL_ADD, MessageShape
 from ..errors import ConfigError
 from ..message import DATA_TYPES, FP8_BLOCK, SlotShape
-from . import collect
+from .counting import sent
 from .routing import RoutingTable, replica_rotation
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def issue(client: Client, flight: Flight, chunk: Chunk, table: RoutingTable) -> 
     if not client.config.do_ibgda:  # the HCA wakes sleeping peers, direct stores do not
         for s in flight.waiting:
             table.links[s].endpoint.notify()
-    collect.sent(client, flight, start, filled)
+    sent(client, flight, start, filled)
 
 
 def settle(client: Client, chunk: Chunk) -> RoutingTable:

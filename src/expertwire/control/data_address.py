@@ -51,7 +51,10 @@ class TcpListener(Listener):
                 "another --data-listen"
             ) from None
         address = format_address(shown or host, sock.getsockname()[1])
+        bound = socket.getnameinfo(sock.getsockname(), socket.NI_NUMERICHOST)[0]
+        everywhere = ipaddress.ip_address(bound).is_unspecified
         super().__init__(sock, f"{scheme}://{address}", token, handshake_seconds)
+        self.data_host = "" if everywhere else bound
 
     def _may_speak(self, sock: socket.socket) -> bool:
         set_tcp_options(sock)
@@ -107,8 +110,14 @@ def local_host_towards(registry: str) -> str:
     except OSError as err:
         raise ConfigError(
             f"no way to the registry at {registry} ({err.strerror or err}), so it is not known "
-            "which address clients should use: name it with --data-listen HOST"
+            "which address of this host others should use: a server's --data-listen HOST names it"
         ) from None
+
+
+def own_data_host(hca: str, registry: str) -> str:
+    """The address of this host that a client's data goes over: the one that the registry is
+    reached from; "" where data stays on the host. Raises ConfigError if there is no way there."""
+    return local_host_towards(registry) if hca.partition(":")[0] == "ucx" else ""
 
 
 def connect_data(

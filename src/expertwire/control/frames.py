@@ -246,6 +246,7 @@ class Listener(abc.ABC):
         self, sock: socket.socket, address: str, token: bytes, handshake_seconds: float
     ):
         self.address = address
+        self.data_host = ""  # the one address of this host that data is to go over
         self._token = token
         self._handshake_seconds = handshake_seconds
         self._socket = sock

@@ -2,7 +2,8 @@
 
 Layout (little-endian): 4 bytes magic | u16 version | u16 body length | body | u32 CRC-32 of all
 before it. A handle that is truncated, damaged, or of another version is refused (HandleError).
-They carry no secret that helps without the file descriptors that travel beside them.
+On one host they carry no secret that helps without the file descriptors that travel beside them; a
+wire handle carries the secret of its connection.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 
 from ..errors import HandleError
 
-HANDLE_VERSION = 1
+HANDLE_VERSION = 2
 MAX_QPNS = 0xFFFF // 4  # the length of a body is 16 bits
 MAX_WIRE_ADDRESS = 16384  # UCX's grow with the number of network devices; 100 bytes is usual
+SECRET_BYTES = 16
 _PREFIX = struct.Struct("<4sHH")
 
 
@@ -107,24 +109,33 @@ class MemoryHandle:
 
 @dataclass(frozen=True)
 class WireHandle:
-    """How a peer on another host is reached: the number of its window, and its UCX address."""
+    """How a peer on another host is reached: the number of its window, its UCX address, and the
+    secret that the window asks for in every frame (UCX only: zeros elsewhere)."""
 
     window_id: int
     address: bytes
+    secret: bytes = bytes(SECRET_BYTES)
     MAGIC = b"EWNH"
+    _HEAD = struct.Struct(f"<Q{SECRET_BYTES}s")
 
     def pack(self) -> bytes:
         """Raises HandleError for what no peer would take."""
         if not 0 < len(self.address) <= MAX_WIRE_ADDRESS:
             raise HandleError(f"a UCX address of {len(self.address)} bytes cannot be packed")
-        return _seal(self.MAGIC, _fields("<Q", self.window_id) + self.address)
+        if len(self.secret) != SECRET_BYTES:
+            raise HandleError(f"a secret has {SECRET_BYTES} bytes, not {len(self.secret)}")
+        try:
+            head = self._HEAD.pack(self.window_id, self.secret)
+        except struct.error as err:
+            raise HandleError(f"a window number that cannot be packed: {err}") from None
+        return _seal(self.MAGIC, head + self.address)
 
     @classmethod
     def unpack(cls, raw: bytes) -> WireHandle:
         body = _open(cls.MAGIC, raw, "wire")
-        if not 8 < len(body) <= 8 + MAX_WIRE_ADDRESS:
+        if not 0 < len(body) - cls._HEAD.size <= MAX_WIRE_ADDRESS:
             raise HandleError(f"wire handle with a body of {len(body)} bytes")
-        (window_id,) = struct.unpack_from("<Q", body)
+        window_id, secret = cls._HEAD.unpack_from(body)
         if window_id == 0:
             raise HandleError("wire handle without a window")
-        return cls(window_id, body[8:])
+        return cls(window_id, body[cls._HEAD.size :], secret)

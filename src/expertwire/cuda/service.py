@@ -26,8 +26,10 @@ from ..server.client_link import check_request, refuse
 from ..trace import recorder as trace
 from .experts import GpuExperts
 from .hca import GpuHca
+from .launch import Launch
 from .server import GpuServer
 from .slots import make_slots
+from .startup import Startup
 
 log = logging.getLogger("expertwire.server.server")
 
@@ -52,8 +54,10 @@ class ExpertService:
     def __init__(
         self, experts: GpuExperts, model: dict[str, Any], registry: str, *,
         token: bytes | None = None, name: str | None = None, config: ServerConfig | None = None,
+        startup: Startup | None = None,
     ):
         self.shard, self.model = experts, model
+        self.startup = startup or Startup()  # what `start` takes, and what came before
         self.name = name or f"server-{os.getpid()}"
         trace.join(self.name)
         self.config = config or ServerConfig()
@@ -75,10 +79,14 @@ class ExpertService:
 
         Read through CPU memory. Raises as `Server.from_checkpoint`.
         """
+        startup = Startup()
+        startup.mark("interpreter and imports")
         layers, ids, info = load_parts(path, experts, dtype=dtype, progress=progress)
+        startup.mark("weights read")
         parts = [{name: tensor.to(device) for name, tensor in part.items()} for _, part in layers]
         held = GpuExperts([module for module, _ in layers], parts, ids, name=info.name)
-        return cls(held, info.as_dict(), registry, **options)
+        startup.mark("CUDA and weights moved")
+        return cls(held, info.as_dict(), registry, startup=startup, **options)
 
     def start(self) -> ExpertService:
         """Compiles what is not in the caches, listens and registers. Returns itself.
@@ -86,7 +94,10 @@ class ExpertService:
         Does not wait for the registry.
         """
         with torch.cuda.device(self.shard.device):
+            Launch([], device=self.shard.device.index)  # loads all of them
+            self.startup.mark("kernels")
             self._warm_up()
+        self.startup.mark("Triton and graphs")
         self._listener = listen_unix(self._token)
         self.lease = Lease(
             self.registry_address, self._token,

@@ -24,22 +24,35 @@ struct ClientPackArgs {
   u64 seq;  // const u64*: seq of the message before, for launches in graphs; 0: shape.seq
 };
 
-// What a row has beside its hidden elements: expert ids, weights, scales. is_here(k, id): whether
-// the token's pair k, with that expert, is served by s.
+struct RowPair {
+  i64 id;
+  float weight;
+};
+// One lane; may be under way while it does something else.
+EW_DEVICE RowPair load_pair(const ClientPackArgs& args, u32 token, u32 k) {
+  const u64 i = token * args.ids_stride + k;
+  const i64 id = args.id_bytes == 8 ? at<const i64>(args.topk_ids)[i] : at<const i32>(args.topk_ids)[i];
+  return {id, at<const float>(args.topk_weights)[token * args.weights_stride + k]};
+}
+EW_DEVICE RowPair load_first_pair(const ClientPackArgs& args, u32 token) {
+  return lane_id() < args.shape.experts_per_row ? load_pair(args, token, lane_id()) : RowPair{-1, 0.0f};
+}
+
+// What a row has beside its hidden elements: expert ids, weights, scales. first: the lane's first pair.
+// is_here(k, id): whether the token's pair k, with that expert, is served by s.
 template <typename IsHere>
 EW_DEVICE void pack_row_facts(const ClientPackArgs& args, u32 s, u32 row, u32 token, const RequestLayout& layout,
-                              IsHere is_here) {
+                              const RowPair& first, IsHere is_here) {
   const MessageShape& shape = args.shape;
   const ClientServer& server = at<const ClientServer>(args.servers)[s];
   const u32 top_k = shape.experts_per_row;
   i32* active = at<i32>(server.send_addr + layout.active_offset) + static_cast<u64>(row) * top_k;
   float* weights = at<float>(server.send_addr + layout.weights_offset) + static_cast<u64>(row) * top_k;
   for (u32 k = lane_id(); k < top_k; k += warp_size()) {
-    const u64 i = token * args.ids_stride + k;
-    const i64 id = args.id_bytes == 8 ? at<const i64>(args.topk_ids)[i] : at<const i32>(args.topk_ids)[i];
-    const bool here = is_here(k, id);
-    store_plain(&active[k], here ? static_cast<i32>(id) : -1);
-    store_plain(&weights[k], here ? at<const float>(args.topk_weights)[token * args.weights_stride + k] : 0.0f);
+    const RowPair pair = k == lane_id() ? first : load_pair(args, token, k);
+    const bool here = is_here(k, pair.id);
+    store_plain(&active[k], here ? static_cast<i32>(pair.id) : -1);
+    store_plain(&weights[k], here ? pair.weight : 0.0f);
   }
   const u64 scale_bytes = scales_per_row(shape) * 4;
   if (scale_bytes)
@@ -51,9 +64,10 @@ EW_DEVICE void pack_row(const ClientPackArgs& args, u32 s, u32 row, const Reques
   const ClientServer& server = at<const ClientServer>(args.servers)[s];
   const u32 token = at<const u32>(args.tables.row_token)[static_cast<u64>(s) * args.tables.row_stride + row];
   const u64 row_bytes = hidden_row_bytes(args.shape);
+  const RowPair first = load_first_pair(args, token);
   warp_copy(at<u8>(server.send_addr + layout.hidden_offset + row * row_bytes),
             at<const u8>(args.hidden + token * args.hidden_stride), row_bytes);
-  pack_row_facts(args, s, row, token, layout, [&](u32 k, i64) {
+  pack_row_facts(args, s, row, token, layout, first, [&](u32 k, i64) {
     return at<const i32>(args.tables.pair_server)[token * args.shape.experts_per_row + k] == static_cast<i32>(s);
   });
 }

@@ -39,11 +39,36 @@ EW_DEVICE u64 send_flag(const ClientPackArgs& pack, u32 s) {
   return slot_flag(server.send_addr, server.request_slot_bytes);
 }
 constexpr u32 kServersAtOnce = 32, kIdsAtOnce = 8;  // ids: independent loads
+constexpr u32 kSharedServers = 1024;  // experts of one server each whose server a block knows by heart
+struct SharedServers {
+  i32 server[kSharedServers];
+};
+EW_DEVICE i32 server_known(const ClientRouteArgs& args, const SharedServers& known, i64 expert, u32 token) {
+  return args.max_replicas == 1 && args.num_experts <= kSharedServers ? known.server[expert]
+                                                                      : server_of(args, expert, token);
+}
 
-// One block: groups [num_servers][num_groups + 1]. False: some expert has no server.
-EW_DEVICE bool count_rows(const ClientRouteArgs& args, TokenGroup* groups, u32 num_groups) {
+struct SomeIds {
+  i64 expert[kIdsAtOnce];
+};
+EW_DEVICE SomeIds load_ids(const ClientRouteArgs& args, u32 token, u32 begin) {
+  SomeIds ids;
+#pragma unroll
+  for (u32 i = 0; i < kIdsAtOnce; ++i)
+    ids.expert[i] =
+        token < args.num_tokens && begin + i < args.experts_per_row ? load_id(args, token, begin + i) : -1;
+  return ids;
+}
+
+// One block: groups [num_servers][num_groups + 1]. False: some expert has no server. Ids and the
+// experts' servers are on their way at the same time.
+EW_DEVICE bool count_rows(const ClientRouteArgs& args, SharedServers& known, TokenGroup* groups, u32 num_groups) {
   EW_SHARED(u32, missing);
   if (thread_idx() == 0) missing = 0;
+  SomeIds ids = load_ids(args, thread_idx(), 0);  // of the warp's first group
+  if (args.max_replicas == 1 && args.num_experts <= kSharedServers)
+    for (u32 e = thread_idx(); e < args.num_experts; e += block_dim())
+      known.server[e] = at<const i32>(args.expert_servers)[e];
   block_sync();
   const u32 num_servers = args.tables.num_servers, stride = num_groups + 1;
   for (u32 g = warp_id(); g < num_groups; g += num_warps()) {
@@ -51,14 +76,12 @@ EW_DEVICE bool count_rows(const ClientRouteArgs& args, TokenGroup* groups, u32 n
     for (u32 first = 0; first < num_servers; first += kServersAtOnce) {
       u32 mask = 0;  // of the lane's token, bit i: server first + i
       for (u32 begin = 0; token < args.num_tokens && begin < args.experts_per_row; begin += kIdsAtOnce) {
-        i64 expert[kIdsAtOnce];
-#pragma unroll
-        for (u32 i = 0; i < kIdsAtOnce; ++i)
-          expert[i] = begin + i < args.experts_per_row ? load_id(args, token, begin + i) : -1;
+        if (g != warp_id() || first != 0 || begin != 0) ids = load_ids(args, token, begin);
 #pragma unroll
         for (u32 i = 0; i < kIdsAtOnce; ++i) {
-          if (expert[i] < 0 || expert[i] >= args.num_experts) continue;
-          const i32 server = server_of(args, expert[i], token);
+          const i64 expert = ids.expert[i];
+          if (expert < 0 || expert >= args.num_experts) continue;
+          const i32 server = server_known(args, known, expert, token);
           if (server < 0) missing = 1;
           const u32 bit = static_cast<u32>(server) - first;
           if (bit < kServersAtOnce) mask |= 1u << bit;
@@ -83,9 +106,21 @@ EW_DEVICE bool count_rows(const ClientRouteArgs& args, TokenGroup* groups, u32 n
   return missing == 0;
 }
 
+// A piece of a token's row on its way; with the first one the lane's first pair.
+struct HeldPiece {
+  HeldBytes bytes;
+  RowPair pair;
+};
+EW_DEVICE HeldPiece hold_piece(const ClientPackArgs& pack, u32 token, u32 piece) {
+  const u64 begin = piece * copy_piece();
+  return {hold_bytes(at<const u8>(pack.hidden + token * pack.hidden_stride + begin),
+                     min_u64(hidden_row_bytes(pack.shape) - begin, copy_piece())),
+          piece == 0 ? load_first_pair(pack, token) : RowPair{-1, 0.0f}};
+}
+
 // A piece of a token's row to each of its servers; the first piece brings what else a row has.
-EW_DEVICE void send_piece(const ClientSendArgs& args, const SharedSlots& slots, const TokenGroup* groups,
-                          u32 num_groups, u32 token, u32 piece, const HeldBytes& bytes) {
+EW_DEVICE void send_piece(const ClientSendArgs& args, const SharedSlots& slots, const SharedServers& known,
+                          const TokenGroup* groups, u32 num_groups, u32 token, u32 piece, const HeldPiece& held) {
   const ClientPackArgs& pack = args.pack;
   const u32 num_servers = pack.tables.num_servers, lane = token % warp_size();
   for (u32 first = 0; first < num_servers; first += warp_size()) {
@@ -99,19 +134,14 @@ EW_DEVICE void send_piece(const ClientSendArgs& args, const SharedSlots& slots, 
       const u32 row = group->before + popcount(group->here & ((1u << lane) - 1));
       const u64 at_byte = row * hidden_row_bytes(pack.shape) + piece * copy_piece();
       const u64 slot = s < kSharedSlots ? slots.addr[s] : at<const ClientServer>(pack.servers)[s].send_addr;
-      put_held(at<u8>(slot + layout.hidden_offset + at_byte), bytes);
+      put_held(at<u8>(slot + layout.hidden_offset + at_byte), held.bytes);
       if (piece == 0)
-        pack_row_facts(pack, s, row, token, layout, [&](u32, i64 id) {
-          return id >= 0 && id < args.route.num_experts && server_of(args.route, id, token) == static_cast<i32>(s);
+        pack_row_facts(pack, s, row, token, layout, held.pair, [&](u32, i64 id) {
+          return id >= 0 && id < args.route.num_experts &&
+                 server_known(args.route, known, id, token) == static_cast<i32>(s);
         });
     }
   }
-}
-
-EW_DEVICE HeldBytes hold_piece(const ClientPackArgs& pack, u32 token, u32 piece) {
-  const u64 begin = piece * copy_piece();
-  return hold_bytes(at<const u8>(pack.hidden + token * pack.hidden_stride + begin),
-                    min_u64(hidden_row_bytes(pack.shape) - begin, copy_piece()));
 }
 
 EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
@@ -123,11 +153,12 @@ EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
   const u32 pieces = static_cast<u32>((hidden_row_bytes(args.pack.shape) + copy_piece() - 1) / copy_piece());
   const u32 num_items = args.route.num_tokens * pieces, num_servers = args.pack.tables.num_servers;
   u32 item = global_warp();
-  HeldBytes bytes = {};
-  if (item < num_items) bytes = hold_piece(args.pack, item / pieces, item % pieces);
+  HeldPiece held = {};
+  if (item < num_items) held = hold_piece(args.pack, item / pieces, item % pieces);
 
   EW_SHARED(SharedGroups, shared);
   EW_SHARED(SharedSlots, slots);
+  EW_SHARED(SharedServers, known);
   for (u32 s = thread_idx(); s < num_servers && s < kSharedSlots; s += block_dim())
     slots.addr[s] = at<const ClientServer>(args.pack.servers)[s].send_addr, slots.flag[s] = send_flag(args.pack, s);
   const u32 num_groups = ceil_div(args.route.num_tokens, warp_size());
@@ -136,13 +167,13 @@ EW_WIDE_KERNEL(client_send_direct, ClientSendArgs) {
   const bool was_missing = *at<const i32>(args.route.missing_expert) >= 0;
   ClientPackArgs pack = args.pack;
   if (args.seq) pack.shape.seq = load_relaxed(at<const u64>(args.seq), Scope::kGpu) + 1;
-  if (!count_rows(args.route, groups, num_groups) || was_missing) return;
+  if (!count_rows(args.route, known, groups, num_groups) || was_missing) return;
 
   for (; item < num_items; item += step) {
-    HeldBytes next = {};
+    HeldPiece next = {};
     if (const u32 i = item + step; i < num_items) next = hold_piece(args.pack, i / pieces, i % pieces);
-    send_piece(args, slots, groups, num_groups, item / pieces, item % pieces, bytes);
-    bytes = next;
+    send_piece(args, slots, known, groups, num_groups, item / pieces, item % pieces, held);
+    held = next;
   }
   for (; item < num_items + num_servers; item += step) {
     const u32 s = item - num_items, rows = groups[s * (num_groups + 1) + num_groups].before;

@@ -118,11 +118,13 @@ EW_DEVICE void ibgda_note_error(IbgdaQp* qp, u32 syndrome, u64 wqe_idx) {
 // Slots are granted by credit, so what completed last lies within num_wqe (at most 32768) of what
 // is reserved, and the widening is unique. The reservation is read before the CQE: if more
 // completes in between, the result is too low for this call and never too high.
+// What another warp noted in cons_idx is read, with acquire, before the CQE too: what the HCA wrote before
+// that completion, and an error, is then seen by this warp and not only by the one that noted it.
 EW_DEVICE u64 ibgda_poll_cq(IbgdaQp* qp) {
   const u32* words = reinterpret_cast<const u32*>(qp->cq_addr);
+  const u64 known = load_acquire(&qp->cons_idx, qp_scope(qp));
   const u64 newest_reserved = load_acquire(&qp->resv_head, qp_scope(qp)) - 1;
   const CqeTail tail = cqe_tail(load_acquire(words + 15, qp_scope(qp)));
-  const u64 known = load_relaxed(&qp->cons_idx, qp_scope(qp));
   if (tail.opcode == kCqeInvalid) return known;  // 0xff fill: nothing completed yet
   const u64 completed = newest_reserved - ((newest_reserved - tail.wqe_counter) & 0xffff);
   if (tail.opcode == kCqeRequesterError || tail.opcode == kCqeResponderError)

@@ -23,6 +23,17 @@ EW_DEVICE u32 messages_of(const ServerReplyArgs& args) {
   return args.found ? *at<const u32>(args.found) : args.num_messages;
 }
 
+EW_DEVICE u32 reply_pieces(const BufferHead& head) {
+  return static_cast<u32>((head.hidden_size + row_piece() - 1) / row_piece());
+}
+EW_DEVICE bool replies_per_expert(const ServerReplyArgs& args, const BufferHead& head) {
+  return args.expert_output && head.reply_mode == kReplyPerExpert;
+}
+// What one message has for the warps of a launch: pieces of rows.
+EW_DEVICE u32 reply_items(const ServerReplyArgs& args, const BufferHead& head) {
+  return head.num_rows * (replies_per_expert(args, head) ? head.experts_per_row : 1) * reply_pieces(head);
+}
+
 // Weighted rows of one message into its send slot, in pieces spread over the warps of the launch.
 EW_DEVICE void write_reply_rows(const ServerReplyArgs& args, const ServerMessage& message, const ServerSlot& slot) {
   const BufferHead& head = message.head;
@@ -35,9 +46,8 @@ EW_DEVICE void write_reply_rows(const ServerReplyArgs& args, const ServerMessage
   const float* weights = at<const float>(slot.recv_addr + layout.weights_offset);
   const i32* position = at<const i32>(args.pair_position) + message.pair_begin;
   const i32* reply_row = at<const i32>(args.pair_reply_row) + message.pair_begin;
-  const u32 pieces = static_cast<u32>((head.hidden_size + row_piece() - 1) / row_piece());
-  const bool per_expert = args.expert_output && head.reply_mode == kReplyPerExpert;
-  const u32 num_items = head.num_rows * (per_expert ? top_k : 1) * pieces;
+  const u32 pieces = reply_pieces(head), num_items = reply_items(args, head);
+  const bool per_expert = replies_per_expert(args, head);
   if (!args.expert_output) {
     const u64 size = data_type_bytes(head.reply_type), hidden_size = head.hidden_size, reply_addr = slot.reply_addr;
     const u64 rows_addr = slot.recv_addr + layout.hidden_offset;
@@ -126,18 +136,32 @@ EW_DEVICE void server_reply(const ServerReplyArgs& args) {
 EW_KERNEL(server_reply_ibgda, ServerReplyArgs) { server_reply<true>(args); }
 EW_KERNEL(server_reply_direct, ServerReplyArgs) { server_reply<false>(args); }
 
+// Blocks that have anything to do: the launch is made for the largest batch, and each block that takes
+// part costs a fence and an arrival.
+EW_DEVICE u32 busy_blocks(const ServerReplyArgs& args, const ServerMessage* messages, u32 num_messages) {
+  u32 busy = ceil_div(num_messages, block_dim());
+  for (u32 m = 0; m < num_messages; ++m) {
+    if (messages[m].reason != kReasonOk) continue;
+    const u32 blocks = ceil_div(reply_items(args, messages[m].head), num_warps());
+    busy = blocks > busy ? blocks : busy;
+  }
+  return busy < grid_dim() ? busy : grid_dim();
+}
+
 // Many blocks, for slots in place: rows go straight to the clients, the block that finishes last
 // releases the flags.
 EW_WIDE_KERNEL(server_reply_in_place, ServerReplyArgs) {
   const u32 num_messages = messages_of(args);
   const ServerMessage* messages = at<const ServerMessage>(args.messages);
   const ServerSlot* slots = at<const ServerSlot>(args.slots);
+  const u32 num_blocks = busy_blocks(args, messages, num_messages);
+  if (block_idx() >= num_blocks) return;
   for (u32 m = 0; m < num_messages; ++m)
     if (messages[m].reason == kReasonOk) write_reply_rows(args, messages[m], slots[messages[m].slot]);
   const u32 thread = block_idx() * block_dim() + thread_idx();
   for (u32 m = thread; m < num_messages; m += grid_dim() * block_dim())
     write_reply_head(args, messages[m], slots[messages[m].slot]);
-  if (!last_block(args.arrived, grid_dim())) return;
+  if (!last_block(args.arrived, num_blocks)) return;
   for (u32 m = 0; m < num_messages; ++m) {
     const ServerSlot& slot = slots[messages[m].slot];
     store_relaxed(at<u64>(slot_flag(slot.reply_addr, slot.reply_slot_bytes)), messages[m].head.seq, Scope::kSystem);

@@ -9,7 +9,8 @@
 //   collectives   warp_sync() block_sync() warp_shuffle(v, lane) warp_ballot(p)
 //                 warp_exclusive_sum(v, &total): all lanes of a warp (block) must take part
 //   memory        load_relaxed load_acquire store_relaxed store_release store_vec16
-//                 store_plain: an assignment, for what another block or machine reads after a flag
+//                 store_plain load_plain: an assignment, for what goes to or comes from another block or
+//                 machine under a flag
 //                 fence(scope): of everything; fence_acq_rel(scope): cheaper, all that a flag needs
 //                 atomic_add atomic_cas atomic_max atomic_exchange atomic_cas_system
 //                 with Scope::kGpu (rings in GPU memory) or Scope::kSystem (host memory, peers)
@@ -20,7 +21,8 @@
 //   pieces        row_piece() elements, copy_piece() bytes: what one warp takes at a time
 //   misc          bswap16/32/64 popcount(v) clock_ns() spin_pause()
 //
-// On the CPU every shared store and every spin_pause() is a scheduling point.
+// On the CPU every shared load, store and spin_pause() is a scheduling point; of what other machines write,
+// a load that no acquire or fence comes before may see an earlier value (native/history.hpp).
 #pragma once
 
 using u8 = unsigned char;

@@ -70,7 +70,7 @@ EW_DEVICE T load_relaxed(const T* p, Scope) {
 }
 template <typename T>
 EW_DEVICE T load_acquire(const T* p, Scope) {
-  return ew::seeded() ? ew::seeded_load(p) : __atomic_load_n(p, __ATOMIC_ACQUIRE);
+  return ew::seeded() ? ew::seeded_load(p, true) : __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 template <typename T>
 EW_DEVICE void store_relaxed(T* p, T v, Scope) {
@@ -115,6 +115,7 @@ template <typename T>
 EW_DEVICE T atomic_cas_system(T* p, T expected, T v) {
   if (ew::seeded()) ew::seeded_atomic(p, sizeof(*p));
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED);
+  if (ew::seeded()) ew::seeded_acquire();
   return expected;
 }
 EW_DEVICE u64 atomic_max(u64* p, u64 v) {
@@ -158,6 +159,10 @@ EW_DEVICE void store_plain(T* p, const T& v) {
   if (ew::seeded()) return ew::seeded_copy(p, &v, sizeof(T));
   *p = v;
 }
+template <typename T>
+EW_DEVICE T load_plain(const T* p) {
+  return ew::seeded() ? ew::seeded_load(p) : *p;
+}
 
 EW_DEVICE u32 float_bits(float v) { return __builtin_bit_cast(u32, v); }
 EW_DEVICE float bits_float(u32 bits) { return __builtin_bit_cast(float, bits); }
@@ -196,6 +201,14 @@ EW_DEVICE void warp_row_sum(void* dst, u32 dst_type, u32 src_type, u32 num_rows,
       float weight = 1.0f;
       const void* row = row_at(j, &weight);
       if (!row) continue;
+      if (ew::seeded()) {
+        u8 bytes[kPiece * sizeof(float)];
+        const u64 size = src_type == kFloat32 ? 4 : 2;
+        ew::seeded_read(static_cast<const u8*>(row) + begin * size, bytes, count * size);
+        ew::row_add_scaled(sum, bytes, src_type, weight, 0, count, is_first);
+        is_first = false;
+        continue;
+      }
       ew::row_add_scaled(sum, row, src_type, weight, begin, count, is_first);
       is_first = false;
     }

@@ -165,6 +165,10 @@ template <typename T>
 EW_DEVICE void store_plain(T* p, const T& v) {
   *p = v;
 }
+template <typename T>
+EW_DEVICE T load_plain(const T* p) {
+  return *p;
+}
 EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   for (u64 i = lane_id(); i < num_bytes; i += 32) static_cast<u8*>(dst)[i] = 0;
 }

@@ -12,9 +12,10 @@ from .interface import Hca
 on_open: list[Callable[[Hca], None]] = []
 
 
-def open_hca(name: str, **options: Any) -> Hca:
+def open_hca(name: str, *, local_address: str = "", **options: Any) -> Hca:
     """Opens an HCA by name: "soft" (this host), "ucx" (other hosts), "mlx5:<device>[:<port>]" (a
     real adapter), or "gpu" or "gpu:N" for kernels on a GPU. Never falls back from one to another.
+    local_address: of this host, that data is to go over; only "ucx" chooses its device by it.
     options: of the HCA's class.
 
     Raises ConfigError for a name that does not exist, HcaError for what cannot be opened.
@@ -30,7 +31,7 @@ def open_hca(name: str, **options: Any) -> Hca:
     if name == "ucx":
         from .ucx import UcxHca
 
-        return cast(Hca, UcxHca(**options))
+        return cast(Hca, UcxHca(local_address=local_address, **options))
     if kind == "gpu":
         from ..cuda.hca import GpuHca
 

@@ -1,19 +1,22 @@
-"""The HCA kernel (device/gpu_hca.cuh) behind the HCA protocol, inside one process.
+"""The HCA kernel (device/gpu_hca.cuh) behind the HCA protocol, over host memory.
 
-Queues, keys and peers lie in memory that CPU and kernel both reach. `poll` launches the kernel for
-what is posted. For tests and for peers of one process; queues in host memory are slow for a GPU.
+Queues, keys and peers lie in memory that CPU and kernel both reach; a peer may be in another
+process of the host. `poll` launches the kernel for what is posted. For tests: queues in host memory
+are slow for a GPU (cuda/hca.py has them in its own).
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from ..control.memory import Buffer, MemoryRegion
 from ..device_structs import GpuHcaArgs, HcaKey, HcaQueue
-from ..errors import HcaError
+from ..errors import HandleError, HcaError
 from ..target import Closable, Target
 from .interface import QpInfo
 from .soft import (
@@ -28,7 +31,7 @@ from .soft import (
 MAX_KEYS, MAX_QUEUES = 64, 64
 UAR_BYTES = 4096
 TABLE_BYTES = MAX_KEYS * ctypes.sizeof(HcaKey)
-_WINDOWS: dict[int, KernelWindow] = {}  # by file descriptor: peers are in this process
+_WINDOWS: dict[int, KernelWindow] = {}  # by file descriptor: of this process
 
 
 def _random_key(taken: Sequence[int]) -> int:
@@ -95,20 +98,49 @@ class KernelWindow:
                 entry.valid = 0
 
 
-class KernelPeer:
-    """A peer's window (interface.Peer)."""
+class _Theirs:
+    """Shared memory of another process, mapped here."""
 
-    def __init__(self, window: KernelWindow):
-        self.window = window
+    def __init__(self, target: Target, fd: int):
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self.addr = ctypes.addressof(self._anchor)
+        self._reached = target.reach(self.addr, -(-len(self._map) // 4096) * 4096)
+
+    def close(self) -> None:
+        self._reached.close()
+        del self._anchor
+        self._map.close()
+
+
+class KernelPeer:
+    """A peer's window (interface.Peer), of this process or another one, which gives one region."""
+
+    def __init__(self, target: Target, window_fd: int, region_fds: Sequence[int]):
         self.queues: list[KernelQp] = []
+        self._mapped: list[_Theirs] = []
+        self.shift = 0  # from what keys say of their memory to where it is here
+        if window_fd in _WINDOWS:
+            self.keys_addr = _WINDOWS[window_fd].keys.addr
+            return
+        self._mapped = [_Theirs(target, fd) for fd in (window_fd, region_fds[0])]
+        self.keys_addr, region_addr = (mapped.addr for mapped in self._mapped)
+        entry = next((entry for entry in self._entries() if entry.valid), None)
+        if entry is None:
+            self.close()
+            raise HandleError("the peer has published no memory")
+        self.shift = region_addr - entry.mapped
+
+    def _entries(self) -> ctypes.Array[HcaKey]:
+        return (HcaKey * MAX_KEYS).from_address(self.keys_addr)
 
     def map(self, rkey: int, remote_addr: int, num_bytes: int) -> int:
         """Address here of a remote range that the peer lets us write."""
-        for entry in self.window.keys.entries:
+        for entry in self._entries():
             if (entry.valid and entry.key == rkey and entry.access & 2
                     and entry.base <= remote_addr
                     and remote_addr + num_bytes <= entry.base + entry.length):
-                return entry.mapped + remote_addr - entry.base
+                return entry.mapped + self.shift + remote_addr - entry.base
         raise HcaError(f"the peer does not let us write {num_bytes} bytes at {remote_addr:#x}")
 
     def lost(self) -> None:
@@ -122,6 +154,8 @@ class KernelPeer:
     def close(self) -> None:
         if self.queues:
             raise HcaError(f"{len(self.queues)} queue pairs still use this peer")
+        while self._mapped:
+            self._mapped.pop().close()
 
 
 class KernelQp:
@@ -143,7 +177,8 @@ class KernelQp:
             raise HcaError(f"connecting: queue pair {self.info.qpn:#x} is connected already")
         self.peer = peer
         peer.queues.append(self)
-        self.state_struct.remote_keys = peer.window.keys.addr
+        self.state_struct.remote_keys = peer.keys_addr
+        self.state_struct.remote_shift = peer.shift % (1 << 64)
         self.state_struct.num_remote_keys = MAX_KEYS
         for state in range(self.state + 1, STATE_RTS + 1):
             self.modify(state)
@@ -196,7 +231,7 @@ class KernelQp:
 
 
 class KernelHca:
-    """The HCA protocol on a target's kernel, for peers of this process.
+    """The HCA protocol on a target's kernel, for peers of this host.
 
     blocks, warps: geometry of the kernel; on a GPU a block takes a multiprocessor while it runs.
     """
@@ -210,7 +245,7 @@ class KernelHca:
         self._own: list[Buffer] = []  # queues and tables, closed with the HCA
         self._keys = _Keys(self.alloc_own(TABLE_BYTES))
         self.windows: list[KernelWindow] = []
-        self.wake_fd = -1
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self.pd = 1
         self._num_pds, self._next_qpn = 1, 0x100
         control = self.alloc_own(4096 + MAX_QUEUES * ctypes.sizeof(HcaQueue))
@@ -270,7 +305,7 @@ class KernelHca:
     def import_peer(
         self, window_fd: int, wake_fd: int, region_fds: Sequence[int]
     ) -> KernelPeer:
-        return KernelPeer(_WINDOWS[window_fd])
+        return KernelPeer(self._target, window_fd, region_fds)
 
     def create_qp(
         self, depth: int = 1024, *, num_cqe: int | None = None,
@@ -335,12 +370,20 @@ class KernelHca:
     def kick(self) -> None:
         """Nothing sleeps here."""
 
+    @staticmethod
+    def read_word(addr: int) -> int:
+        """A u64 of this process's memory."""
+        return ctypes.c_uint64.from_address(addr).value
+
     def close(self) -> None:
         if self._used or self.windows:
             raise HcaError(
                 f"{len(self._used)} queue pairs and {len(self.windows)} windows are still open"
             )
         self._target.synchronize()
+        fd, self.wake_fd = self.wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
         for reached in self._reached:
             reached.close()
         self._reached.clear()

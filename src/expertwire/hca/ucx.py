@@ -14,22 +14,25 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 from .._native import declare
-from ..control.handles import WireHandle
+from ..control.handles import SECRET_BYTES, WireHandle
 from ..errors import ConfigError, HcaError
 from .soft import FaultPlan, SoftHca, SoftPeer, SoftWindow, _check, _Handle
 
 ACK_TIMEOUT = 5.0  # seconds without an acknowledgement until a peer counts as lost
 LIBRARY = "libucp.so.0"
+MIN_LIMIT = 1 << 20  # some frames of 256 KiB
+MAX_PEER_BYTES, MAX_HELD_BYTES = 64 << 20, 1 << 30  # for one peer, for all of them together
 
 
 @functools.cache
 def _wire_calls() -> SimpleNamespace:
     p, u32, u64 = c_void_p, c_uint32, c_uint64
     return SimpleNamespace(
-        open=declare("ew_wire_open", c_int, u32, c_char_p, u64, POINTER(p)),
+        open=declare("ew_wire_open", c_int, u32, c_char_p, c_char_p, u64, u64, u64, POINTER(p)),
         address=declare("ew_wire_address", c_int, p, p, u32),
-        window_id=declare("ew_window_wire_id", u64, p),
-        connect=declare("ew_wire_connect", c_int, p, p, p, u32, u64, POINTER(p)),
+        window_id=declare("ew_window_wire_id", u64, p, p),
+        connect=declare("ew_wire_connect", c_int, p, p, p, u32, u64, c_char_p, POINTER(p)),
+        counters=declare("ew_wire_counters", None, p, p),
     )
 
 
@@ -63,13 +66,24 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
+def _limit(variable: str, given: int | None, default: int) -> int:
+    """A number of bytes: as given, else the variable's, else the default. Raises ConfigError."""
+    text = os.environ.get(variable, "") if given is None else str(given)
+    if not text:
+        return default
+    if not (text.isdecimal() and MIN_LIMIT <= int(text) < 1 << 63):
+        raise ConfigError(f"{variable} is a number of bytes from {MIN_LIMIT} on, not {text!r}")
+    return int(text)
+
+
 class UcxWindow(SoftWindow):
     """The keys that one peer gets. `handle` travels to that peer, no descriptor does."""
 
     @property
     def wire(self) -> WireHandle:
-        wire_id = _wire_calls().window_id(self.handle)
-        return WireHandle(wire_id, self._hca.wire_address)
+        secret = ctypes.create_string_buffer(SECRET_BYTES)
+        wire_id = _wire_calls().window_id(self.handle, secret)
+        return WireHandle(wire_id, self._hca.wire_address, secret.raw)
 
     def __init__(self, hca: UcxHca):
         super().__init__(hca)
@@ -87,7 +101,7 @@ class UcxPeer(SoftPeer):
         _check(
             _wire_calls().connect(
                 hca.handle, window.handle, address, len(wire.address), wire.window_id,
-                byref(self._pointer),
+                wire.secret, byref(self._pointer),
             ), "connecting through UCX",
         )
 
@@ -96,16 +110,28 @@ class UcxHca(SoftHca):
     """A software HCA whose peers are reached through UCX.
 
     thread, spin: as for SoftHca. ack_timeout: seconds after which a peer that acknowledges nothing
-    is lost (0x15). Raises HcaError when UCX is not there or has no transport.
+    is lost (0x15). local_address: an IP address of this host, whose network device UCX is to use,
+    and to listen on, alone; "": those that UCX chooses. UCX_NET_DEVICES, where it is set, goes
+    before that. max_peer_bytes, max_held_bytes: how much one peer, and all of them, can make this
+    side hold (docs/ucx.md); None: as EXPERTWIRE_UCX_PEER_BYTES and EXPERTWIRE_UCX_HELD_BYTES say,
+    or 64 MiB and 1 GiB.
+
+    Raises HcaError when UCX is not there or has no transport, ConfigError for options that make no
+    sense.
     """
 
     network, scheme = True, "ucx"
 
     def __init__(
-        self, *, thread: bool = True, spin: bool = False, ack_timeout: float = ACK_TIMEOUT
+        self, *, thread: bool = True, spin: bool = False, ack_timeout: float = ACK_TIMEOUT,
+        local_address: str = "", max_peer_bytes: int | None = None,
+        max_held_bytes: int | None = None,
     ):
         if not 0 < ack_timeout <= 3600:
             raise ConfigError(f"ack_timeout must be from 0 to 3600 s, not {ack_timeout!r}")
+        self._max_peer_bytes = _limit("EXPERTWIRE_UCX_PEER_BYTES", max_peer_bytes, MAX_PEER_BYTES)
+        self._max_held_bytes = _limit("EXPERTWIRE_UCX_HELD_BYTES", max_held_bytes, MAX_HELD_BYTES)
+        self._local_address = "" if os.environ.get("UCX_NET_DEVICES") else local_address
         set_defaults()
         self._ack_timeout = ack_timeout
         super().__init__(thread=thread, spin=spin)
@@ -117,7 +143,8 @@ class UcxHca(SoftHca):
     def _open(self, flags: int) -> None:
         library = find_library()
         code = _wire_calls().open(
-            flags, library.encode(), int(self._ack_timeout * 1e9), byref(self._pointer)
+            flags, library.encode(), self._local_address.encode(), int(self._ack_timeout * 1e9),
+            self._max_peer_bytes, self._max_held_bytes, byref(self._pointer),
         )
         if code < 0 and library == LIBRARY:
             from ..launch import last_error
@@ -127,6 +154,16 @@ class UcxHca(SoftHca):
                 "your distribution's libucx0"
             )
         _check(code, "opening UCX")
+
+    def stats(self) -> dict:
+        """As of the software HCA, and: frames refused (damaged, or without the secret of a
+        connection), peers cut off because of the limits, bytes held for peers, now and at most,
+        frames that UCX has not sent yet."""
+        counters = (c_uint64 * 5)()
+        _wire_calls().counters(self.handle, counters)
+        names = ("refused_frames", "peers_cut_off", "held_bytes", "most_held_bytes",
+                 "frames_under_way")
+        return {**super().stats(), **dict(zip(names, counters, strict=True))}
 
     def create_window(self) -> UcxWindow:
         return UcxWindow(self)

@@ -24,6 +24,7 @@ from ..message import dtype_of
 from ..server.experts import ExpertLayer, ExpertShard
 from ..server.plain_experts import plain_layers
 from .checkpoint_facts import refuse_larger_checkpoint, top_k_of
+from .config_file import checkpoint_folder
 from .weight_map import Key, TensorMap, WeightMap, parameter_sizes
 
 INDEX = "model.safetensors.index.json"
@@ -77,13 +78,9 @@ class Survey:
 
 def read_config(path: str | Path) -> Any:
     """The folder's transformers config. Raises CheckpointError if it has none or it is damaged."""
+    folder = checkpoint_folder(path)
     import transformers
 
-    folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give a Hugging Face checkpoint folder")
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json; is it a Hugging Face checkpoint?")
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder))
     except Exception as err:

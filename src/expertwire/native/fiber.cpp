@@ -196,7 +196,7 @@ static int run(Schedule* schedule, const LaunchSpec* specs, u32 num_specs) {
       block->block_idx = b, block->block_dim = spec.block_dim, block->grid_dim = spec.grid_dim;
       block->num_warps = spec.block_dim / spec.warp_size;
       block->live = spec.block_dim, block->arrived = 0, block->generation = 0;
-      block->num_shared = 0, block->arena_used = 0;
+      block->num_shared = 0, block->arena_used = 0, block->view = 0;
       for (u32 t = 0; t < spec.block_dim; ++t) {
         if (t % spec.warp_size == 0) {
           WarpState* warp = pool.warps[warp_idx++].get();
@@ -248,11 +248,14 @@ int run_fast(const LaunchSpec* specs, u32 num_specs, void (*idle)(void*), void* 
   return run(&schedule, specs, num_specs);
 }
 
-int run_seeded(const LaunchSpec* specs, u32 num_specs, void (*idle)(void*), void* idle_context, u64 seed) {
-  Schedule schedule;
+int run_seeded(const LaunchSpec* specs, u32 num_specs, void (*idle)(void*), void* idle_context, u64 seed,
+               const Range* watched, u32 num_watched) {
+  Schedule schedule(watched, num_watched);
   schedule.idle = idle, schedule.idle_context = idle_context;
   schedule.is_seeded = true, schedule.random_state = seed;
-  return run(&schedule, specs, num_specs);
+  const int result = run(&schedule, specs, num_specs);
+  while (!schedule.held.empty()) schedule.release(0);  // of the HCA
+  return result;
 }
 
 }  // namespace ew

@@ -31,6 +31,7 @@ struct BlockState {
   u32 num_shared;
   alignas(16) u8 arena[16384];  // __shared__ memory of the block
   u32 arena_used;
+  u64 view;  // seeded: its loads see nothing older than this (native/history.hpp)
 };
 
 struct Lane {
@@ -93,17 +94,21 @@ inline void block_arrive() {
 
 void* block_shared(const void* tag, size_t num_bytes);
 
-// Seeded scheduler (schedule.cpp): scheduling points and held-back stores.
+// Seeded scheduler (schedule.cpp): scheduling points, held-back stores, loads that see an earlier value.
 void seeded_point();
 void seeded_fence(bool system);
+void seeded_acquire();  // loads from here on are not older than this moment
 bool seeded_release(void* dst, const void* value, size_t num_bytes, bool system);  // true: store it now
+void seeded_engine_store(void* dst, u32 word, bool release);  // of the HCA, which is one more actor
 void seeded_atomic(const void* p, size_t num_bytes);
 void seeded_store(void* dst, const void* value, size_t num_bytes);
 void seeded_copy(void* dst, const void* src, u64 num_bytes);
 void seeded_zero(void* dst, u64 num_bytes);
-void seeded_read(const void* src, void* value, size_t num_bytes);
+void seeded_read(const void* src, void* value, size_t num_bytes);  // may be an earlier value
 template <typename T>
-T seeded_load(const T* p) {
+T seeded_load(const T* p, bool acquire = false) {
+  seeded_point();
+  if (acquire) seeded_acquire();
   T value;
   seeded_read(p, &value, sizeof(T));
   return value;
@@ -118,6 +123,11 @@ struct LaunchSpec {
 // `idle` is called when every live lane spins (fast), or as one more actor (seeded).
 // Returns 0, or a negative error (message through ew_last_error).
 int run_fast(const LaunchSpec* specs, u32 num_specs, void (*idle)(void*), void* idle_context);
-int run_seeded(const LaunchSpec* specs, u32 num_specs, void (*idle)(void*), void* idle_context, u64 seed);
+// `watched`: memory whose earlier values loads may see.
+struct Range {
+  u64 addr, num_bytes;
+};
+int run_seeded(const LaunchSpec* specs, u32 num_specs, void (*idle)(void*), void* idle_context, u64 seed,
+               const Range* watched, u32 num_watched);
 
 }  // namespace ew

@@ -58,8 +58,9 @@ EW_API int ew_launch(ew_step* steps, unsigned num_steps, ew_hca* const* hcas, un
 }
 
 // Runs the steps side by side under the seeded scheduler; the HCAs take single steps in between.
+// Loads of watched memory that are not ordered may see an earlier value of it.
 EW_API int ew_launch_seeded(const ew_step* steps, unsigned num_steps, ew_hca* const* hcas, unsigned num_hcas,
-                            unsigned long long seed) {
+                            unsigned long long seed, const ew::Range* watched, unsigned num_watched) {
   constexpr unsigned kMaxSteps = 16;
   if (num_steps > kMaxSteps) return ew_fail(-EINVAL, "at most %u kernels run side by side", kMaxSteps);
   ew::LaunchSpec specs[kMaxSteps];
@@ -68,5 +69,5 @@ EW_API int ew_launch_seeded(const ew_step* steps, unsigned num_steps, ew_hca* co
     specs[i] = {steps[i].kernel->entry, steps[i].args, steps[i].grid_dim, steps[i].block_dim, steps[i].warp_size};
   }
   Engines engines = {hcas, num_hcas, 1};
-  return ew::run_seeded(specs, num_steps, run_engines, &engines, seed);
+  return ew::run_seeded(specs, num_steps, run_engines, &engines, seed, watched, num_watched);
 }

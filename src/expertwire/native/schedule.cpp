@@ -1,15 +1,12 @@
 // The seeded scheduler: a seed picks which lane runs at every shared store, spin and collective,
-// when the HCA takes a step, and in which order relaxed stores become visible. A missing fence or
-// a flag written before its payload then fails on x86 too.
+// when the HCA takes a step, in which order relaxed stores become visible, and which earlier value a
+// load that is no acquire sees. A missing fence, a flag written before its payload or a flag that is
+// looked at without acquire then fails on x86 too.
 #include "schedule.hpp"
 
 #include <cstring>
 
 namespace ew {
-
-static bool overlaps(const u8* a, size_t a_bytes, const u8* b, size_t b_bytes) {
-  return a < b + b_bytes && b < a + a_bytes;
-}
 
 u64 Schedule::random() {
   u64 z = (random_state += 0x9e3779b97f4a7c15ull);
@@ -19,7 +16,9 @@ u64 Schedule::random() {
 }
 
 void Schedule::release(size_t idx) {
+  history.note(nullptr);
   memcpy(held[idx].dst, held[idx].bytes.data(), held[idx].bytes.size());
+  history.note(held[idx].block);
   held.erase(held.begin() + static_cast<long>(idx));
 }
 
@@ -52,7 +51,11 @@ static void release_one(Schedule* s) {
 Lane* seeded_pick(Schedule* s) {
   s->virtual_ns += 100;
   if (s->one_in(4)) release_one(s);
-  if (s->idle && s->one_in(8)) s->idle(s->idle_context);
+  if (s->idle && s->one_in(8)) {
+    s->history.note(nullptr);
+    s->idle(s->idle_context);
+    s->history.note(nullptr);
+  }
   u64 skip = s->random() % s->alive;
   Lane* pick = lane->next;
   while (skip--) pick = pick->next;
@@ -63,10 +66,17 @@ void seeded_point() {
   if (lane->schedule->one_in(4)) lane_yield();
 }
 
-void seeded_fence(bool system) {
+static void publish(bool system) {
   Schedule* s = lane->schedule;
   if (system) return s->release_block(lane->block);
   for (HeldStore& store : s->held) store.on_gpu |= store.block == lane->block;
+}
+
+void seeded_acquire() { lane->schedule->history.acquire(lane->block); }
+
+void seeded_fence(bool system) {
+  publish(system);
+  seeded_acquire();
 }
 
 static void hold(void* dst, const void* value, size_t num_bytes, bool on_gpu) {
@@ -82,15 +92,25 @@ void seeded_store(void* dst, const void* value, size_t num_bytes) {
 
 bool seeded_release(void* dst, const void* value, size_t num_bytes, bool system) {
   seeded_point();
-  seeded_fence(system);
+  publish(system);
+  lane->schedule->history.written(lane->block, dst, num_bytes);
   if (!system) hold(dst, value, num_bytes, true);
   return system;
+}
+
+void seeded_engine_store(void* dst, u32 word, bool release) {
+  Schedule* s = lane->schedule;
+  const auto* bytes = reinterpret_cast<const u8*>(&word);
+  if (release) s->release_block(nullptr);
+  s->held.push_back({nullptr, false, static_cast<u8*>(dst), std::vector<u8>(bytes, bytes + sizeof(word))});
+  if (release) s->release(s->held.size() - 1);
 }
 
 // An atomic acts on memory; what this lane sees of its word must be there first.
 void seeded_atomic(const void* p, size_t num_bytes) {
   seeded_point();
   lane->schedule->release_visible(p, num_bytes);
+  lane->schedule->history.written(lane->block, p, num_bytes);
 }
 
 void seeded_copy(void* dst, const void* src, u64 num_bytes) {
@@ -112,7 +132,7 @@ void seeded_zero(void* dst, u64 num_bytes) {
 void seeded_read(const void* src, void* value, size_t num_bytes) {
   Schedule* s = lane->schedule;
   const auto* from = static_cast<const u8*>(src);
-  memcpy(value, src, num_bytes);
+  s->history.read(lane->block, src, value, num_bytes, s->random());
   for (const HeldStore& store : s->held) {
     if (!s->visible(store) || !overlaps(store.dst, store.bytes.size(), from, num_bytes)) continue;
     for (size_t i = 0; i < store.bytes.size(); ++i) {

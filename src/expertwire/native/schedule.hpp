@@ -1,10 +1,11 @@
 // What one launch on the CPU target knows: its live lanes, how the next one is chosen, and, for
-// the seeded scheduler, the stores that are not visible yet.
+// the seeded scheduler, the stores that are not visible yet and the values that loads may still see.
 #pragma once
 
 #include <vector>
 
 #include "fiber.hpp"
+#include "history.hpp"
 
 namespace ew {
 
@@ -12,7 +13,7 @@ namespace ew {
 // barriers, which order memory only inside the block). A fence or release of GPU scope shows it to all
 // lanes of the launch, one of system scope also to the HCA and the peer, which read memory itself.
 struct HeldStore {
-  BlockState* block;
+  BlockState* block;  // null: the HCA
   bool on_gpu;  // visible to every lane
   u8* dst;
   std::vector<u8> bytes;
@@ -33,6 +34,9 @@ struct Schedule {
   u64 random_state = 0;
   u64 virtual_ns = 0;
   std::vector<HeldStore> held;
+  History history;
+
+  explicit Schedule(const Range* watched = nullptr, u32 num_watched = 0) : history(watched, num_watched) {}
 
   u64 random();                     // splitmix64
   bool one_in(u32 n) { return random() % n == 0; }

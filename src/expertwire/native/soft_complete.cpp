@@ -1,4 +1,5 @@
 // Completions: CQEs in the layout of rdma-core mlx5dv.h struct mlx5_cqe64, error CQEs, flushing.
+#include "fiber.hpp"
 #include "soft_hca.hpp"
 
 #include <cstring>
@@ -15,6 +16,14 @@ void note_first_error(ew_qp* qp, u64 wqe_idx, u32 syndrome) {
   qp->first_syndrome = syndrome, qp->first_error_idx = wqe_idx;
   qp->hca->num_failed.fetch_add(1, std::memory_order_release);
   ew_hca_interrupt(qp->hca);
+}
+
+// Device code reads words of it one by one. Under the seeded scheduler it may see them in any order that
+// the release allows.
+void store_word(u8* at, u32 word, int order) {
+  if (ew::seeded()) return ew::seeded_engine_store(at, word, order == __ATOMIC_RELEASE);
+  order == __ATOMIC_RELEASE ? __atomic_store_n(reinterpret_cast<u32*>(at), word, __ATOMIC_RELEASE)
+                            : __atomic_store_n(reinterpret_cast<u32*>(at), word, __ATOMIC_RELAXED);
 }
 
 // Fills bytes 0..59, then stores the last four with release order: whoever sees the counter sees
@@ -34,11 +43,11 @@ bool put_cqe(ew_qp* qp, const u8* body, u64 wqe_idx, u32 opcode) {
   for (int i = 0; i < 15; ++i) {
     u32 word;
     memcpy(&word, body + 4 * i, 4);
-    __atomic_store_n(reinterpret_cast<u32*>(entry) + i, word, __ATOMIC_RELAXED);
+    store_word(entry + 4 * i, word, __ATOMIC_RELAXED);
   }
-  const u32 owner = (count / n) & 1;  // flips each time the ring wraps, also when collapsed
+  const u32 owner = (count / n) & 1;  // flips as the ring wraps, even collapsed
   const u32 tail = static_cast<u32>(wqe_idx & 0xffff) << 16 | opcode << 4 | owner;
-  __atomic_store_n(reinterpret_cast<u32*>(entry) + 15, __builtin_bswap32(tail), __ATOMIC_RELEASE);
+  store_word(entry + 60, __builtin_bswap32(tail), __ATOMIC_RELEASE);
   ++qp->num_cqe_written;
   ++qp->hca->stats.num_cqe;
   qp->hca->completed = true;

@@ -68,7 +68,7 @@ struct ew_hca;
 struct ew_peer;
 struct Wire;       // wire.hpp: peers on other hosts
 struct WireQueue;
-struct Stream;
+struct WireWindow;
 
 struct Mkey {
   u32 pd, access;
@@ -83,10 +83,7 @@ struct ew_window {
   u32 lkeys[kMaxWindowKeys] = {};       // the registration behind each entry
   u64 slots_addr = 0, slot_bytes = 0;   // whose flags the peer's immediates set
   u32 num_slots = 0;                    // 0: none, the caller takes the completions
-  // For a peer on another host:
-  u64 wire_id = 0;                      // what its frames must name
-  ew_peer* pair = nullptr;              // whom acknowledgements go to
-  std::unordered_map<u32, Stream>* streams = nullptr;  // by the peer's queue pair
+  WireWindow* wire = nullptr;           // for a peer on another host
 };
 
 struct Mapping {
@@ -104,7 +101,9 @@ struct ew_peer {
   u32 num_qps;
   // On another host; page is null then, and there are no regions:
   void* endpoint = nullptr;    // UCX's
+  bool endpoint_closed = false;
   u64 wire_id = 0;             // of its window
+  u64 secret[2] = {};          // that its window asks for
   ew_window* pair = nullptr;   // what it sends to
 };
 

@@ -59,7 +59,11 @@ struct TraceFile {
 };
 extern std::atomic<TraceFile*> trace_file;
 
+#ifdef EW_NO_TRACE  // for bench/trace_cost.py: what the looks below cost
+constexpr bool tracing() { return false; }
+#else
 inline bool tracing() { return __builtin_expect(trace_file.load(std::memory_order_relaxed) != nullptr, 0); }
+#endif
 void trace(TraceRecord record);  // fills in number and thread
 void trace_seat(unsigned seat);  // the server whose batches this thread takes from now on
 

@@ -113,6 +113,7 @@ struct Api {
   void (*ucp_get_version)(unsigned* major, unsigned* minor, unsigned* release);
   Status (*ucp_config_read)(const char* env_prefix, const char* filename, Config* config);
   void (*ucp_config_release)(Config config);
+  Status (*ucp_config_modify)(Config config, const char* name, const char* value);
   Status (*ucp_init_version)(unsigned major, unsigned minor, const Params* params, Config config, Context* context);
   void (*ucp_cleanup)(Context context);
   Status (*ucp_worker_create)(Context context, const WorkerParams* params, Worker* worker);

@@ -22,7 +22,8 @@ bool find(void* library, const char* name, Function* out) {
 
 bool find_all(void* library, Api* api) {
 #define EW_FIND(name) find(library, #name, &api->name)
-  return EW_FIND(ucp_get_version) && EW_FIND(ucp_config_read) && EW_FIND(ucp_config_release) && EW_FIND(ucp_init_version) && EW_FIND(ucp_cleanup) &&
+  return EW_FIND(ucp_get_version) && EW_FIND(ucp_config_read) && EW_FIND(ucp_config_release) &&
+         EW_FIND(ucp_config_modify) && EW_FIND(ucp_init_version) && EW_FIND(ucp_cleanup) &&
          EW_FIND(ucp_worker_create) && EW_FIND(ucp_worker_destroy) && EW_FIND(ucp_worker_query) &&
          EW_FIND(ucp_worker_get_address) && EW_FIND(ucp_worker_release_address) && EW_FIND(ucp_worker_progress) &&
          EW_FIND(ucp_worker_get_efd) && EW_FIND(ucp_worker_arm) && EW_FIND(ucp_worker_set_am_recv_handler) &&

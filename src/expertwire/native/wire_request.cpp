@@ -143,7 +143,8 @@ ew_qp* find_qp(Wire* wire, ew_window* window, u32 qpn, u32 incarnation) {
   const auto found = wire->qps.find(qpn);
   if (found == wire->qps.end()) return nullptr;
   ew_qp* qp = found->second;
-  const bool fits = window->pair && qp->peer == window->pair && qp->wire->incarnation == incarnation;
+  const ew_peer* pair = window->wire->pair;
+  const bool fits = pair && qp->peer == pair && qp->wire->incarnation == incarnation;
   return fits && qp->state == kRts ? qp : nullptr;
 }
 

@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import ConfigError
 
 HEAD_BYTES = 128 + 16 + 64 + 16  # BufferHead and flag there, ReplyHead and flag back
+BAND = 0.1  # messages this near to a quantile of all times are looked at
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,11 @@ def fit_costs(
 def samples_of_trace(
     events: Sequence[dict[str, Any]], experts_held: int, quantile: float = 0.5
 ) -> list[dict[str, float]]:
-    """What `fit_costs` takes, from a trace: medians by size of the messages that were served alone.
+    """What `fit_costs` takes, from a trace: by size, the typical message that was served alone.
 
     The trace must be of a batch-invariant client (the default). experts_held: by each server.
-    quantile: another one than the median. Raises ConfigError if the trace has no such message.
+    quantile: of the whole times, where `typical` looks. Raises ConfigError if the trace has no such
+    message.
     """
     from ..trace.summary import ways
 
@@ -184,7 +186,17 @@ def samples_of_trace(
     if not by_size:
         raise ConfigError("the trace has no message that was served alone from put to combine; "
                           "trace one client, and its servers too")
-    return [
-        {key: float(np.quantile([s[key] for s in found], quantile)) for key in found[0]}
-        for _, found in sorted(by_size.items())
-    ]
+    return [typical(found, quantile) for _, found in sorted(by_size.items())]
+
+
+def typical(samples: Sequence[dict[str, float]], quantile: float) -> dict[str, float]:
+    """The means over those whose whole time lies within BAND of a quantile of the whole times.
+
+    Quantiles of parts do not add up to that of the whole: each part is at its lower decile at
+    another time, so that their sum is what hardly any message takes. Means of the same messages do.
+    """
+    order = sorted(samples, key=lambda s: s["trip_us"] + s["experts_us"])
+    first = math.floor(max(0.0, quantile - BAND) * len(order))
+    last = math.ceil(min(1.0, quantile + BAND) * len(order))
+    chosen = order[min(first, len(order) - 1) : max(last, first + 1)]
+    return {key: sum(s[key] for s in chosen) / len(chosen) for key in chosen[0]}

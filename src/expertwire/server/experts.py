@@ -28,26 +28,6 @@ GRAIN_ELEMENTS = 32768  # torch splits larger tensors among threads, anywhere (a
 PER_EXPERT = ("_first", "_down", "_first_bias", "_down_bias")  # of a layer: a list each
 
 
-def parse_experts(text: str, num_experts: int) -> list[int]:
-    """"0-15,40" -> [0, ..., 15, 40]. Raises ConfigError for what is not a list of expert ids."""
-    ids: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not is_number(first) or (dash and not is_number(last)):
-            raise ConfigError(f"--experts {text!r}: {part!r} is neither a number nor a range A-B")
-        begin, end = int(first), int(last) if dash else int(first)
-        if begin > end or end >= num_experts:
-            raise ConfigError(
-                f"--experts {text!r}: {part.strip()} is not within 0-{num_experts - 1}"
-            )
-        ids.update(range(begin, end + 1))
-    return sorted(ids)
-
-
-def is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
-
-
 class ExpertLayer:
     """The held experts of one layer.
 

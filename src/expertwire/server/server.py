@@ -136,7 +136,7 @@ class Server:
             end.setblocking(False)
         self._watched.register(self._watch_wake[0], selectors.EVENT_READ, None)
         try:
-            self.hca = open_hca(self.config.hca)
+            self.hca = open_hca(self.config.hca, local_address=self._listener.data_host)
         except ExpertwireError:
             self._listener.close()
             raise

@@ -4,26 +4,27 @@
         process = zygote.spawn(["serve", ...], {"EXPERTWIRE_TOKEN": ...})    # as subprocess.Popen
 
 The warm process has imported everything and has no threads. It is forked for each command, reaps
-what it forked, and ends with its parent, however that ends. For fleets of processes (fleet.py).
+what it forked, and ends with its parent, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from typing import IO
 
-from ..errors import ExpertwireError, WaitTimeout
+from .errors import ExpertwireError, WaitTimeout
 
 START_SECONDS = 120.0  # importing takes long where many processes share two cores
 MAX_REQUEST_BYTES = 1 << 16
@@ -82,16 +83,19 @@ class Zygote:
     """The warm process, from its parent's side. Begins to import at once; `spawn` waits for it.
 
     model: a checkpoint folder that commands will read, inspected beforehand: that imports most.
+    imports: modules beyond what `serve` needs.
     """
 
-    def __init__(self, model: str, env: dict[str, str] | None = None):
+    def __init__(
+        self, model: str, env: dict[str, str] | None = None, imports: Sequence[str] = (),
+    ):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_SECONDS)
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-u", "-m", "expertwire.chaos.zygote", str(theirs.fileno()),
-                 model],
+                [sys.executable, "-P", "-u", "-m", "expertwire.zygote", str(theirs.fileno()),
+                 model, *imports],
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                 env={**os.environ, **(env or {})},
             )
@@ -141,8 +145,11 @@ class Zygote:
 # -------------------------------------------------------------------- the warm process
 
 
-def _serve(control: socket.socket) -> None:
-    """Forks for every request until the parent is gone; tells how each child ended."""
+def _serve(control: socket.socket) -> tuple[dict, list[int]] | None:
+    """Forks for every request until the parent is gone; tells how each child ended.
+
+    In a child: the request, and its stdin, stdout, and exit descriptor. In the warm process: None.
+    """
     children: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, where its exit code goes)
     poller = select.poll()
     poller.register(control, select.POLLIN)
@@ -154,14 +161,14 @@ def _serve(control: socket.socket) -> None:
                 continue
             request, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
             if not request:
-                return
+                return None
             pid = os.fork()
             if pid == 0:
                 control.close()
                 for pidfd, (_, exit_fd) in children.items():
                     os.close(pidfd)
                     os.close(exit_fd)
-                _become(json.loads(request), *fds)
+                return json.loads(request), list(fds)
             os.close(fds[0])
             os.close(fds[1])
             pidfd = os.pidfd_open(pid)
@@ -179,44 +186,36 @@ def _reap(pidfd: int, pid: int, exit_fd: int) -> None:
 
 
 def _become(request: dict, stdin: int, stdout: int, exit_fd: int) -> None:
-    """In the child: runs the command, and never returns."""
-    code = 1
-    try:
-        os.close(exit_fd)
-        if request["arguments"][0] == "serve":
-            from .replies import hear
+    """In the child: runs the command as a new interpreter would, which then ends as one does."""
+    os.close(exit_fd)
+    if request["arguments"][0] == "serve":
+        from .chaos.replies import hear
 
-            stdin = hear(stdin)
-        for fd, place in ((stdin, 0), (stdout, 1), (stdout, 2)):
-            os.dup2(fd, place)
-        os.close(stdin)
-        os.close(stdout)
-        os.environ.update(request["env"])
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = ["expertwire", *request["arguments"]]
-        from ..cli.app import app
-
-        app()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        stdin = hear(stdin)
+    for fd, place in ((stdin, 0), (stdout, 1), (stdout, 2)):
+        os.dup2(fd, place)
+    os.close(stdin)
+    os.close(stdout)
+    os.environ.update(request["env"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["expertwire", *request["arguments"]]
+    runpy.run_module("expertwire", run_name="__main__")
 
 
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started the children
-    from .. import serve  # noqa: F401 (what the commands import)
-    from ..model.checkpoint import inspect_model
+    from . import serve  # noqa: F401 (what the commands import)
+    from .model.checkpoint import inspect_model
 
     with contextlib.suppress(ExpertwireError):  # the command itself will say what is wrong
         inspect_model(sys.argv[2])
+    for module in sys.argv[3:]:
+        with contextlib.suppress(ImportError):  # that, too
+            importlib.import_module(module)
     gc.freeze()  # what is imported by now is shared by all children: no collection touches it
-    _serve(control)
+    if (asked := _serve(control)) is not None:
+        _become(asked[0], *asked[1])
 
 
 if __name__ == "__main__":
