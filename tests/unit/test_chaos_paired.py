@@ -68,6 +68,7 @@ def test_a_loss_is_found_under_a_machine_that_changes_more(hurt, after):
         assert found["cpu_interval"][1] - found["cpu_interval"][0] < 0.03
     assert found["cpu_recovered"] == pytest.approx(1 / after, abs=0.02)
     assert found["recovered_messages"] == 1.01
+    assert found["twin_ratios"] == pytest.approx([1.0, 1 / after], abs=0.06)
     assert found["starting_slowdown"] > 1.1, "the twin pays for the processor, too"
 
 

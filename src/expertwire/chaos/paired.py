@@ -26,6 +26,10 @@ calm phase's first second does not count: a process that is new computes slowly.
 A server that comes back has another seat, so tokens choose their replicas anew, and a batch may be
 split into more or fewer messages than before, for good. `recovered_messages` says by how much.
 
+`recovered_ratio` has an uncertainty that its interval does not know: two systems that were started
+equal differ by 1 or 2 % for as long as their processes live, and those before the first failure are
+one such draw. `twin_ratios` are steps per second against the twin itself, before and after.
+
 `cpu_ratio` is the same ratio once more for the processor time of a step, of the client's thread and
 of all servers together, phase by phase, without phases in which processes start (`cpu_recovered`:
 calm phases after the first failure against those before). Intervals take spans, or phases, for
@@ -83,6 +87,8 @@ def paired_figures(run: ChaosRun, loads: list[LoadThread], pause_ms: float) -> d
         "throughput_ratio": ratio, "throughput_interval": interval,
         **_cpu_figures(run, loads),
         "recovered_ratio": recovered, "recovered_interval": recovered_interval,
+        "twin_ratios": [round(math.exp(_location(part)), 4) if part else None
+                        for part in (calm[:num_before], calm[num_before:])],
         "recovered_messages": round(math.exp(np.mean(replies[1]) - np.mean(replies[0])), 4)
         if all(replies) else None,
         "starting_slowdown": None if slowdown is None else round(slowdown, 3),
