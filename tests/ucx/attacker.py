@@ -23,12 +23,13 @@ def op(opcode: int, *, num_bytes: int = 0, total: int = 0, addr: int = 0, rkey: 
 
 
 def frame(
-    wire: WireHandle, seq: int, *ops: bytes, secret: bytes | None = None, lead: int = 0
+    wire: WireHandle, seq: int, *ops: bytes, secret: bytes | None = None, lead: int = 0,
+    qpn: int = QPN,
 ) -> bytes:
-    """The header of a request for the window; its data goes beside it."""
+    """The header of a request for the window; its data goes beside it. qpn: the sender's."""
     head = struct.pack(
         "<IBBBBQ16sIIIIQQQQ", 0x46575745, 2, 1, len(ops), 0, wire.window_id,
-        wire.secret if secret is None else secret, 1, QPN, 0, lead, seq, 0, 0, 0,
+        wire.secret if secret is None else secret, 1, qpn, 0, lead, seq, 0, 0, 0,
     )
     return head + b"".join(ops)
 

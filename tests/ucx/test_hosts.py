@@ -14,7 +14,7 @@ import time
 import pytest
 
 from expertwire.demo import demo_model_path
-from tests.ucx.hosts import Network, read_until, why_not
+from tests.ucx.hosts import Network, ip, read_until, why_not
 
 pytestmark = pytest.mark.timeout(400)
 CLIENT = "tests/ucx/steps_client.py"
@@ -83,6 +83,25 @@ def test_hosts_work_together(family):
         time.sleep(1.0)
         facts = service.finish(client)
     assert facts["steps"] > 10 and facts["retries"] == 0, facts
+
+
+LISTENS = """
+import psutil
+from expertwire.hca.ucx import UcxHca
+with UcxHca(thread=False, local_address="10.77.1.1"):
+    print({entry.laddr.ip for entry in psutil.Process().net_connections("tcp")})
+"""
+
+
+def test_an_address_with_a_label_is_found():
+    """getifaddrs gives the label, "eth0:more", instead of the device's name."""
+    with Network(["one"]) as net:
+        ip("-n", net.space("one"), "addr", "add", "10.77.1.1/24", "dev", "eth0", "label",
+           "eth0:more")
+        process = net.popen("one", ["-c", LISTENS], {})
+        # UCX takes the first address of the device.
+        assert read_until(process, "{") == "{'10.77.0.1'}"
+        assert process.wait(20) == 0
 
 
 def test_host_that_is_cut_off_loses_no_token_and_comes_back(net):

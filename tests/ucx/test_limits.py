@@ -13,8 +13,8 @@ import pytest
 
 from expertwire.errors import ConfigError, HcaError
 from expertwire.hca.ucx import UcxHca
-from tests.ucx.attacker import NOP, READ, WRITE, Attacker, frame, op
-from tests.ucx.test_wire import PEER_LOST, SIZE, End
+from tests.ucx.attacker import NOP, QPN, READ, WRITE, Attacker, frame, op
+from tests.ucx.test_wire import PEER_LOST, REMOTE_ACCESS, SIZE, End
 
 PEER_BYTES, ALL_BYTES = 4 << 20, 6 << 20
 FRAME_BYTES = 256 << 10
@@ -176,13 +176,40 @@ def test_a_read_larger_than_the_limit_is_refused(victim):
             assert attacker.send(frame(wire, 0, read))
             write = op(WRITE, num_bytes=8, addr=victim.memory.addr, rkey=victim.rkey)
             assert attacker.send(frame(wire, 1, write), b"\xff" * 8)  # behind it: not executed
-            attacker.progress(lambda: victim.stat("frames_under_way") == 0)
+            other = op(WRITE, num_bytes=8, addr=victim.memory.addr + 8, rkey=victim.rkey)
+            assert attacker.send(frame(wire, 0, other, qpn=QPN + 1), b"\xff" * 8)  # another queue
+            attacker.progress(lambda: victim.hca.read_word(victim.memory.addr + 8) != 0)
             assert victim.stat("most_held_bytes") < SIZE
+            assert victim.stat("held_bytes") == 2 * 256, "the two queues alone: nothing waits"
             assert victim.hca.read_word(victim.memory.addr) == 0
     finally:
         victim.window.revoke(rkey)
         victim.hca.revoke(mr)
         big.close()
+
+
+def test_memory_that_is_still_sent_from_is_closed_to_peers_before_anybody_waits(victim):
+    """A peer does not take what is sent to it: revoking says so, and the key is gone all the same."""
+    other = End()
+    window = victim.hca.create_window()
+    rkey = window.publish(victim.mr, 0)
+    back = victim.hca.connect_peer(window, other.window.wire)
+    other.connect(window.wire)
+    try:
+        with attack(victim) as attacker:
+            victim.connect(attacker.wire)
+            victim.write(0, 0, num_bytes=SIZE, count=40)  # more than sockets keep
+            wait_for(lambda: victim.stat("frames_under_way") > 100)
+            with pytest.raises(HcaError, match="still under way"):
+                victim.hca.revoke(victim.mr, timeout=0.05)
+            other.write(victim.memory.addr, rkey)
+            other.wait_done()
+            assert other.qp.first_error() == (REMOTE_ACCESS, 0)
+    finally:
+        victim.mr = victim.hca.register(victim.memory.addr, SIZE, 15)  # for closing
+        other.close()
+        back.close()
+        window.close()
 
 
 def test_limits_are_settings(monkeypatch):

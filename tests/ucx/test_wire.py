@@ -315,3 +315,14 @@ def test_descriptors_and_path_faults_are_refused():
             hca.import_peer(0, 0, [])
         with pytest.raises(HcaError, match="netem"):
             hca.set_faults(object())
+
+
+@pytest.mark.parametrize("address", [b"", b"\xff", b"\x0f" * 100])
+def test_what_is_no_address_is_refused(address):
+    """UCX would end the process."""
+    end = End(thread=False)
+    try:
+        with pytest.raises(HcaError, match="address is"):
+            end.hca.connect_peer(end.window, WireHandle(1, address))
+    finally:
+        end.close()

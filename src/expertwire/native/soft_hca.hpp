@@ -266,7 +266,7 @@ Step wire_step(ew_qp* qp, u64 max_bytes, u64* moved);
 void wire_flushed(ew_qp* qp);
 u32 wire_progress(ew_hca* hca);
 void wire_idle(ew_hca* hca);                       // nothing to do: what is due after a while
-bool wire_settle(ew_hca* hca, u64 addr, u64 num_bytes, u64 deadline_ns);  // until no frame reads from there
+bool wire_reads(ew_hca* hca, u64 addr, u64 num_bytes);  // whether a frame under way reads from there
 bool wire_arm(ew_hca* hca);                        // true: event_fd will tell of the next event
 void wire_close_window(ew_window* window);
 void wire_close_peer(ew_peer* peer);

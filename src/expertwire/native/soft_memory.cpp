@@ -75,17 +75,17 @@ EW_API int ew_hca_register(ew_hca* hca, u32 pd, u64 addr, u64 num_bytes, u32 acc
 }
 
 // The key, and every window entry made from it, stops working. After this returns 0 nobody uses the
-// memory any more. -ETIMEDOUT: a peer stopped in the middle of a write; the memory must not be reused.
+// memory any more. -ETIMEDOUT: a peer stopped in the middle of a write, or does not take what is sent from
+// there; the memory must not be reused.
 EW_API int ew_hca_revoke(ew_hca* hca, u32 key, u64 timeout_ns) {
+  Mkey mkey;
   {
     // Our engine works in pieces under this lock: nothing local uses the key while we hold it.
     std::lock_guard guard(hca->lock);
     const auto found = hca->mkeys.find(key);
     if (found == hca->mkeys.end()) return ew_fail(-ENOENT, "key %#x is not registered", key);
-    const Mkey mkey = found->second;
+    mkey = found->second;
     hca->mkeys.erase(found);
-    if (hca->wire && !wire_settle(hca, mkey.addr, mkey.length, monotonic_ns() + timeout_ns))
-      return ew_fail(-ETIMEDOUT, "a frame that reads from the memory is still under way; do not reuse it");
     for (ew_window* window : hca->windows)
       for (u32 i = 0; i < kMaxWindowKeys; ++i)
         if (window->lkeys[i] == key) revoke_entry(&window->page->keys[i]);
@@ -93,16 +93,18 @@ EW_API int ew_hca_revoke(ew_hca* hca, u32 key, u64 timeout_ns) {
   // Waiting for peers is done without the lock, so that our own work goes on.
   const u64 deadline = monotonic_ns() + timeout_ns;
   for (;;) {
-    bool used = false;
+    bool used = false, read = false;
     {
       std::lock_guard guard(hca->lock);  // a window may be closed meanwhile
       for (ew_window* window : hca->windows)
         for (u32 i = 0; i < kMaxWindowKeys; ++i)
           used |= window->lkeys[i] == key && __atomic_load_n(&window->page->keys[i].in_use, __ATOMIC_SEQ_CST) != 0;
+      read = hca->wire && wire_reads(hca, mkey.addr, mkey.length);
     }
-    if (!used) return 0;
+    if (!used && !read) return 0;
     if (monotonic_ns() > deadline)
-      return ew_fail(-ETIMEDOUT, "a peer stopped in the middle of a write; do not reuse the memory");
+      return ew_fail(-ETIMEDOUT, read ? "a frame that reads from the memory is still under way; do not reuse it"
+                                      : "a peer stopped in the middle of a write; do not reuse the memory");
     std::this_thread::yield();
   }
 }

@@ -188,21 +188,14 @@ void lose_peer(ew_peer* peer) {
   peer->hca->completed = true;  // a thread of ours may sleep until a completion
 }
 
-bool uses_memory(const Wire* wire, u64 addr, u64 num_bytes) {
-  for (const Send* send : wire->under_way)
+bool wire_reads(ew_hca* hca, u64 addr, u64 num_bytes) {
+  hca->wire->api->ucp_worker_progress(hca->wire->worker);
+  for (const Send* send : hca->wire->under_way)
     for (u32 i = 0; i < send->num_iov; ++i) {
       const u64 begin = reinterpret_cast<u64>(send->iov[i].buffer);
       if (begin < addr + num_bytes && addr < begin + send->iov[i].length) return true;
     }
   return false;
-}
-
-bool wire_settle(ew_hca* hca, u64 addr, u64 num_bytes, u64 deadline_ns) {
-  while (uses_memory(hca->wire, addr, num_bytes)) {
-    if (monotonic_ns() > deadline_ns) return false;
-    hca->wire->api->ucp_worker_progress(hca->wire->worker);
-  }
-  return true;
 }
 
 // ---------------------------------------------------------------- the engine's turn

@@ -162,7 +162,6 @@ Send* new_send(Wire* wire);
 void free_send(Send* send);
 // Acknowledgements for the peer are added. The head's num_ops and the ops are the caller's.
 void send_frame(ew_peer* peer, Send* send, FrameHead head, const Op* ops);
-bool uses_memory(const Wire* wire, u64 addr, u64 num_bytes);
 void lose_peer(ew_peer* peer);
 
 // wire_open.cpp

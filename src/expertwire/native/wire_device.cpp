@@ -4,6 +4,7 @@
 #include <netdb.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "wire.hpp"
@@ -23,6 +24,8 @@ std::string device_of(const char* address) {
     if (getnameinfo(at->ifa_addr, size, host, sizeof(host), nullptr, 0, NI_NUMERICHOST)) continue;
     if (strcmp(host, address) == 0) found = at->ifa_name;  // a zone is part of it
   }
+  // An IPv4 address may have a label, "eth0:1", and is told with it instead of with its device.
+  found.resize(std::min(found.size(), found.find(':')));
   freeifaddrs(all);
   return found;
 }

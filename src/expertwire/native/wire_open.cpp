@@ -16,6 +16,7 @@ EW_API int ew_hca_destroy(ew_hca* hca);
 namespace {
 
 constexpr u64 kCloseNs = 1'000'000'000;
+constexpr u8 kVersionMask = 0x0f;  // of an address's first byte; UCX 1.x has versions 0 and 1
 
 u64 random_number() {  // not 0
   u64 number = 0;
@@ -159,6 +160,10 @@ EW_API int ew_wire_connect(ew_hca* hca, ew_window* window, const u8* address, u3
                            const u8* secret, ew_peer** out) {
   Wire* wire = hca->wire;
   if (num_bytes == 0) return ew_fail(-EINVAL, "the peer's UCX address is empty");
+  // UCX ends the process for a version that it does not know.
+  const u32 version = address[0] & kVersionMask;
+  if (version > 1 && version != (wire->address[0] & kVersionMask))
+    return ew_fail(-EPROTO, "the peer's UCX address is not one, or of a newer UCX (version %u)", version);
   std::lock_guard guard(hca->lock);
   if (window->wire->pair) return ew_fail(-EISCONN, "the window has a peer already");
   if (window->wire->account->closed) return ew_fail(-ECONNABORTED, "the peer made this side hold too much before it connected");
