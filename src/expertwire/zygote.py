@@ -118,6 +118,7 @@ class Zygote:
             for fd in (stdin_write, stdout_read, exit_read):
                 os.close(fd)
             if isinstance(err, TimeoutError):
+                self._socket.close()  # its answer, when it comes, is not the next one's
                 raise WaitTimeout(f"the warm process did not fork within {START_SECONDS:.0f} s",
                                   "start") from None
             raise ExpertwireError(f"the warm process has ended: {err}") from None
@@ -174,7 +175,8 @@ def _serve(control: socket.socket) -> tuple[dict, list[int]] | None:
             pidfd = os.pidfd_open(pid)
             children[pidfd] = (pid, fds[2])
             poller.register(pidfd, select.POLLIN)
-            control.send(str(pid).encode())
+            with contextlib.suppress(BrokenPipeError):  # the parent is gone, which is seen next
+                control.send(str(pid).encode())
 
 
 def _reap(pidfd: int, pid: int, exit_fd: int) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from expertwire.demo import demo_model_path
-from expertwire.errors import ExpertwireError
-from expertwire.processes import ChildGroup
+from expertwire.errors import ExpertwireError, WaitTimeout
+from expertwire.processes import PARENT_PIPE, ChildGroup
 from expertwire.zygote import Zygote
 
 TOKEN = "zygote-tests-0123456789"
@@ -70,6 +70,15 @@ def test_children_hold_no_descriptors_of_each_other(zygote):
             child.wait_line("listening on", 30)
         counts = [len(os.listdir(f"/proc/{child.process.pid}/fd")) for child in children]
         assert len(set(counts)) == 1, "the later ones would have more"
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one():
+    with Zygote(demo_model_path()) as warm:
+        warm._socket.settimeout(0.01)  # it is importing
+        with pytest.raises(WaitTimeout, match="did not fork"):
+            warm.spawn(LISTEN, {PARENT_PIPE: "1"})
+        with pytest.raises(ExpertwireError, match="has ended"):
+            warm.spawn(LISTEN)
 
 
 def test_a_zygote_that_is_gone_is_an_error():

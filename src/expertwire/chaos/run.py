@@ -365,7 +365,7 @@ def _fail_next(load: LoadThread, server: str) -> None:
 def run_chaos(
     plan: Plan, *, model: str | None = None, picture: str | None = None, quiet: bool = False
 ) -> dict[str, Any]:
-    """Runs a plan and returns its verdict (chaos_report.verdict); draws the timeline."""
+    """Runs a plan and returns its verdict (report.py); draws the timeline."""
     from ..demo import demo_model_path
 
     out = None if quiet else sys.stderr
@@ -377,7 +377,9 @@ def run_chaos(
     result = {"plan": plan.name, "seconds": round(time.monotonic() - start, 1),
               **verdict(run, loads)}
     if picture:
-        with contextlib.suppress(OSError):
+        try:
             draw_chaos(picture, run, loads, result)
             result["picture"] = os.path.abspath(picture)
+        except OSError as err:
+            print(f"expertwire: no picture: {err}; choose another --picture", file=sys.stderr)
     return result
