@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from expertwire.chaos.network import Network
 from expertwire.chaos.picture import chaos_svg
 from expertwire.chaos.plan import parse_plan
 from expertwire.chaos.report import _long_steps
-from expertwire.chaos.run import Event, Lap
+from expertwire.chaos.run import ChaosRun, Event, Lap
 from expertwire.errors import ConfigError
 
 SERVERS = {"a": "0-15", "b": "0-15"}
@@ -58,6 +59,31 @@ def test_a_phase_may_come_several_times():
     for times in (0, 2.0, True, 1001):
         with pytest.raises(ConfigError, match="times must be"):
             parse_plan({"servers": SERVERS, "phases": [{"times": times}]}, "mine")
+
+
+def test_any_is_one_of_those_that_run(monkeypatch):
+    asked, gone = [], []
+    monkeypatch.setattr("expertwire.chaos.run.ask", lambda *what: asked.append(what[-1]))
+    plan = parse_plan({"servers": SERVERS, "phases": [{"drain": "any"}, {"drain": "any"}]}, "mine")
+    run = ChaosRun(plan, "")
+    ended = SimpleNamespace(process=SimpleNamespace(
+        wait=lambda _: 0, poll=lambda: None, pid=os.getpid()))
+    run.fleet = SimpleNamespace(address="", token=b"", registry=None, forget=gone.append,
+                                servers=dict.fromkeys(SERVERS, ended))
+    run._running = set(SERVERS)
+    load = SimpleNamespace(num_steps=0, broken=None, connected=set, deadline_ms=lambda: 0.0,
+                           num_replies=lambda: (0, 0))
+    run._phases([load])
+    assert sorted(gone) == ["a", "b"] and gone == [order["server_id"] for order in asked]
+    with pytest.raises(ConfigError, match="no server runs"):
+        run._phases([load])
+
+
+def test_names_that_mean_something_else_are_refused():
+    for change in ({"servers": {"any": "all"}}, {"phases": [{"join": {"registry": "all"}}]},
+                   {"phases": [{"network": {"cut": "any"}}]}):
+        with pytest.raises(ConfigError, match="no server"):
+            parse_plan({"servers": SERVERS, "phases": [{}], **change}, "mine")
 
 
 def test_the_longest_pause_is_on_top_and_nothing_sticks_out():

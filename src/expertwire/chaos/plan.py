@@ -19,6 +19,7 @@ SERVER_ACTIONS = ("kill", "stop", "continue", "start", "drain", "error")
 REGISTRY_ACTIONS = ("kill_registry", "start_registry")
 # After one of these a phase lasts until every client is connected to every server that runs.
 RETURNS = ("start", "join", "continue", "error", "start_registry")
+TAKEN = {"any", "registry", "network", "pauses"}  # names that mean something else
 
 
 @dataclass
@@ -178,9 +179,12 @@ def _parse_phase(content: object, idx: int, plan: str) -> list[Phase]:
 
 def _check_names(plan: Plan) -> None:
     known = set(plan.servers) | {"any"}
+    joining = {value[0] for phase in plan.phases for kind, value in phase.actions if kind == "join"}
+    if bad := TAKEN & (set(plan.servers) | joining):
+        raise ConfigError(f"plan {plan.name}: no server can be called {min(bad)!r}")
     for phase in plan.phases:
         if phase.network is not None:
-            if unknown := {*phase.network.cut, *phase.network.hang} - known:
+            if unknown := {*phase.network.cut, *phase.network.hang} - (known - {"any"}):
                 raise ConfigError(f"plan {plan.name}, phase {phase.name!r}: there is no server "
                                   f"{min(unknown)!r}")
             if phase.network.reorder and plan.signal_mode == "write":

@@ -154,8 +154,8 @@ class ChaosRun:
             self._say(f"{phase.name} ({sum(load.num_steps for load in loads)} steps)")
             lap = Lap(phase, time.monotonic_ns())
             self.laps.append(lap)
-            for kind, value in phase.actions:
-                self._act(kind, value, loads)
+            drained = [name for kind, value in phase.actions
+                       if (name := self._act(kind, value, loads)) and kind == "drain"]
             for load in loads:
                 load.slow = phase.slow or 0.0
             if phase.network is not None:
@@ -169,9 +169,8 @@ class ChaosRun:
                 self._mend_network(phase.network, loads)
             if phase.returns:
                 self._settle(loads)
-            for kind, value in phase.actions:
-                if kind == "drain":
-                    self._wait_gone(value)
+            for name in drained:
+                self._wait_gone(name)
             if i + 1 == len(self.plan.phases):
                 while sum(load.num_steps for load in loads) < self.plan.min_steps:
                     self._load(0.1, loads)
@@ -184,9 +183,12 @@ class ChaosRun:
         if calm is not None and self.plan.phases[-1].is_calm:
             self._compare(calm, servers, loads)
 
-    def _act(self, kind: str, value: Any, loads: list[LoadThread]) -> None:
+    def _act(self, kind: str, value: Any, loads: list[LoadThread]) -> str:
+        """Does it; the name of whom it was done to."""
         name = value[0] if kind == "join" else value
         if name == "any":
+            if not self._running:
+                raise ConfigError(f"{kind} any: no server runs")
             name = self._random.choice(sorted(self._running))
         if kind == "join":
             self._shares[name] = value[1]
@@ -208,6 +210,7 @@ class ChaosRun:
             self._running.discard(name)
         elif kind in ("start", "join", "continue"):
             self._running.add(name)
+        return name
 
     def _break_network(self, network: Network, loads: list[LoadThread]) -> None:
         if network.way != "replies":
