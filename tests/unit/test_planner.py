@@ -351,10 +351,17 @@ def test_sizes_that_the_config_states_are_those_that_transformers_knows(family, 
 @pytest.mark.parametrize("change", [
     {"num_experts_per_tok": None}, {"moe_intermediate_size": None}, {"num_local_experts": None},
     {"num_experts": 3}, {"text_config": {}}, {"quantization_config": {}}, {"dtype": "int8"},
-    {"num_local_experts": None, "n_routed_experts": 4},
+    {"num_local_experts": None, "n_routed_experts": 4}, {"dtype": ["float32"]},
+    {"first_k_dense_replace": "one"},
 ], ids=str)
 def test_transformers_is_asked_where_the_config_is_silent(change, tmp_path):
     facts = json.loads((Path(demo_model_path()) / "config.json").read_text())
     facts = {name: value for name, value in {**facts, **change}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(facts))
     assert stated_config(tmp_path) is None and stated_num_experts(tmp_path) is None
+
+
+def test_the_configs_own_words_do_not_collide_with_ours(tmp_path):
+    facts = json.loads((Path(demo_model_path()) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "dtype_bytes": 7}))
+    assert stated_config(tmp_path) == stated_config(demo_model_path())

@@ -40,18 +40,20 @@ def stated_config(path: str | Path) -> SimpleNamespace | None:
     folder = checkpoint_folder(path)
     try:
         facts: Any = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(facts, dict) or any(isinstance(facts.get(name), dict) for name in (
             "text_config", "text_encoder", "decoder", "generator", "quantization_config")):
         return None
     experts = [name for name in NUM_EXPERTS_NAMES if name in facts]
     dtype = facts.get("dtype") or facts.get("torch_dtype")
-    whole = all(name in facts for name in NEEDED) and len(experts) == 1 and dtype in DTYPE_BYTES
+    whole = all(name in facts for name in NEEDED) and len(experts) == 1 and (
+        isinstance(dtype, str) and dtype in DTYPE_BYTES
+        and isinstance(facts.get("first_k_dense_replace"), int | None))
     # Families that count routed experts begin with dense layers, three of them if nobody says so.
     if not whole or (experts[0] == "n_routed_experts" and "first_k_dense_replace" not in facts):
         return None
-    return SimpleNamespace(**facts, dtype_bytes=DTYPE_BYTES[dtype])
+    return SimpleNamespace(**facts | {"dtype_bytes": DTYPE_BYTES[dtype]})
 
 
 def stated_num_experts(path: str | Path) -> int | None:
