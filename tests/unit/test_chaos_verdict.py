@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from tests.docs.test_run_commands import LATE
 from tests.shell_lines import ROOT
 
 from expertwire.chaos.load import StepLog
@@ -35,6 +36,15 @@ def phases(*rows):
 ])
 def test_a_step_may_take_one_deadline_and_a_resend(rows, fixed, found):
     assert [text.split(":")[0] for text in _long_steps(phases(*rows), fixed)] == found
+
+
+def test_a_late_step_is_told_apart_by_those_who_run_the_docs():
+    late = _long_steps(phases((551, 500, 2), (560, 500, 2), (561, 500, 0)), None)
+    assert len(late) == 2
+    for problems, found in ((late[:1], True), (late, True), ([*late, "3 tokens are wrong"], False),
+                            (["3 tokens are wrong", *late], False)):
+        said = f"12 steps\nverdict: {'; '.join(problems)}\n"
+        assert bool(LATE.search(said)) == found, said
 
 
 def test_a_phase_says_what_is_broken():
