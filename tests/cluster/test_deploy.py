@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from string import Template
 
 import pytest
 import yaml
@@ -65,15 +66,16 @@ def test_a_manifest(file):
 
 @pytest.mark.parametrize("file", UNITS, ids=lambda f: f.name)
 def test_a_unit(file):
-    lines = list(unit_lines(file.read_text()))
-    commands = [shlex.split(value.lstrip("-")) for key, value in lines if key.startswith("Exec")]
+    settings = dict(line.split("=", 1) for line in (file.parent / "server.env").read_text()
+                    .splitlines() if not line.startswith("#"))
+    given = {"STATE_DIRECTORY": "/var/lib/expertwire", **settings}
+    commands = [shlex.split(Template(value.lstrip("-")).safe_substitute(given))
+                for key, value in unit_lines(file.read_text()) if key.startswith("Exec")]
     assert commands
     for words in commands:
         assert words[0].startswith("/") and words[0].endswith("/expertwire")
         check_expertwire(words[1:])
-    given = {"STATE_DIRECTORY"} | {
-        line.partition("=")[0] for line in (file.parent / "server.env").read_text().splitlines()}
-    assert set(re.findall(r"\$\{(\w+)\}", file.read_text())) <= given
+    assert set(re.findall(r"\$\{(\w+)\}", file.read_text())) <= set(given)
     assert "EXPERTWIRE_TOKEN=" not in file.read_text(), "no secret in it"
 
 

@@ -15,8 +15,8 @@ PLAN = {"servers": {"a": "0-15"}, "phases": [{"seconds": 1}]}
 
 @pytest.mark.parametrize(("key", "value"), [
     ("reply_timeout", "x"), ("reply_timeout", 0), ("reply_timeout", True),
-    ("reply_timeout", float("nan")), ("max_pause_ms", "x"), ("max_pause_ms", None),
-    ("max_pause_ms", -1), ("name", 3), ("about", []), ("signal_mode", []),
+    ("reply_timeout", float("nan")), ("max_pause_ms", "x"), ("max_pause_ms", -1),
+    ("name", 3), ("about", []), ("signal_mode", []),
 ])
 def test_a_plan_names_what_does_not_fit(key, value):
     with pytest.raises(ConfigError, match=f"plan mine: {key}"):
@@ -26,6 +26,10 @@ def test_a_plan_names_what_does_not_fit(key, value):
 def test_a_plan_may_leave_the_deadline_to_the_client():
     assert parse_plan(PLAN | {"reply_timeout": None}, "mine").reply_timeout is None
     assert parse_plan(PLAN | {"reply_timeout": 2}, "mine").reply_timeout == 2
+
+
+def test_a_plan_may_leave_the_longest_pause_to_the_deadline():
+    assert parse_plan(PLAN | {"max_pause_ms": None}, "mine").max_pause_ms is None
 
 
 @pytest.mark.parametrize("text", [
