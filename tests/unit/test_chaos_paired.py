@@ -97,6 +97,7 @@ def test_rounds_repeat_all_but_the_ends():
     plan = parse_plan(PLAN, "mine")
     names = [phase.name for phase in plan.phases]
     assert names == ["calm", *["calm", "kill a", "start a"] * 5, "calm"] and plan.twin
-    for change, text in (({"rounds": 0}, "rounds must be"), ({"twin": 3}, "twin is true")):
+    for change, text in (({"rounds": 0}, "rounds must be"), ({"twin": 3}, "twin is true"),
+                         ({"rounds": 10**12}, "at most 1000")):
         with pytest.raises(ConfigError, match=text):
             parse_plan(PLAN | change, "mine")

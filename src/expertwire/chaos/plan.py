@@ -19,6 +19,7 @@ SERVER_ACTIONS = ("kill", "stop", "continue", "start", "drain", "error")
 REGISTRY_ACTIONS = ("kill_registry", "start_registry")
 # After one of these a phase lasts until every client is connected to every server that runs.
 RETURNS = ("start", "join", "continue", "error", "start_registry")
+MAX_TIMES = 1000  # that a phase, or all of them, are gone through
 TAKEN = {"any", "registry", "network", "pauses"}  # names that mean something else
 
 
@@ -82,7 +83,7 @@ def load_plan(which: str) -> Plan:
         raise ConfigError(
             f"no plan {which!r}: neither a file nor one of {', '.join(plan_names())}"
         ) from None
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise ConfigError(f"cannot read the plan {path}: {err}") from None
     return parse_plan(content, path.stem)
 
@@ -106,6 +107,8 @@ def parse_plan(content: object, name: str) -> Plan:
         value = content.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"plan {name}: {key} must be a whole number from {least} on")
+    if content.get("rounds", 1) > MAX_TIMES:
+        raise ConfigError(f"plan {name}: rounds must be at most {MAX_TIMES}")
     for key in ("reply_timeout", "max_pause_ms"):
         value = content.get(key)
         if value is not None and not _is_positive(value):
@@ -151,8 +154,9 @@ def _parse_phase(content: object, idx: int, plan: str) -> list[Phase]:
     seconds = _number(content.get("seconds", 0.0), f"{where}: seconds", 3600)
     slow = _number(content["slow"], f"{where}: slow", 10) if "slow" in content else None
     times = content.get("times", 1)
-    if not isinstance(times, int) or isinstance(times, bool) or not 1 <= times <= 1000:
-        raise ConfigError(f"{where}: times must be a whole number from 1 to 1000, not {times!r}")
+    if not isinstance(times, int) or isinstance(times, bool) or not 1 <= times <= MAX_TIMES:
+        raise ConfigError(f"{where}: times must be a whole number from 1 to {MAX_TIMES}, "
+                          f"not {times!r}")
     actions: list[tuple[str, Any]] = []
     for kind, value in content.items():
         if kind in SERVER_ACTIONS:
