@@ -19,6 +19,7 @@
 namespace {
 
 constexpr u32 kQpn = 0x11111111, kKey = 0x22222222, kBlocks = 16;
+constexpr u8 kAddress[8] = {};  // of a peer that is not there
 constexpr u64 kPeerBytes = 8192, kHeldBytes = 12000;  // so low that frames reach them
 
 struct Input {
@@ -156,7 +157,8 @@ extern "C" int LLVMFuzzerTestOneInput(const u8* data, size_t size) {
   require(ew_window_create(hca, &window) == 0, "a window");
   require(ew_window_publish(window, lkey, 0, 0, &input.rkey) == 0, "a key");
   input.window = ew_window_wire_id(window, reinterpret_cast<u8*>(&input.secret));
-  require(ew_wire_connect(hca, window, data, 1, 1, reinterpret_cast<const u8*>(&input.secret), &peer) == 0, "a peer");
+  const auto* secret = reinterpret_cast<const u8*>(&input.secret);
+  require(ew_wire_connect(hca, window, kAddress, sizeof(kAddress), 1, secret, &peer) == 0, "a peer");
   require(ew_qp_create(hca, pd, kBlocks, kBlocks, 1, nullptr, &qp, &info) == 0, "a queue pair");
   require(ew_qp_connect(qp, peer, 0x77) == 0, "connecting");
   input.qpn = info.qpn;

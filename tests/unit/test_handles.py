@@ -9,13 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertwire.control.handles import HANDLE_VERSION, ConnectionHandle, MemoryHandle
+from expertwire.control.handles import (
+    HANDLE_VERSION,
+    MAX_WIRE_ADDRESS,
+    SECRET_BYTES,
+    ConnectionHandle,
+    MemoryHandle,
+    WireHandle,
+)
 from expertwire.errors import HandleError
 
 CONNECTION = ConnectionHandle((1, 0xFFFFFF, 77))
 MEMORY = MemoryHandle(addr=0x7F0000001000, num_bytes=1 << 20, rkey=0xDEADBEEF, fd_idx=2)
-HANDLES = [CONNECTION, MEMORY]
-NAMES = ["connection", "memory"]
+WIRE = WireHandle((1 << 64) - 1, b"\0where\0", b"\0" + bytes(range(240, 255)))
+HANDLES = [CONNECTION, MEMORY, WIRE]
+NAMES = ["connection", "memory", "wire"]
 
 U32 = st.integers(0, (1 << 32) - 1)
 
@@ -39,9 +47,34 @@ def test_memory_round_trip(addr, data, rkey, fd_idx):
     assert MemoryHandle.unpack(handle.pack()) == handle
 
 
+@given(st.integers(1, (1 << 64) - 1), st.binary(min_size=1, max_size=MAX_WIRE_ADDRESS),
+       st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES))
+def test_wire_round_trip(window_id, address, secret):
+    handle = WireHandle(window_id, address, secret)
+    assert WireHandle.unpack(handle.pack()) == handle
+
+
+@pytest.mark.parametrize("handle", [
+    WireHandle(1, b""), WireHandle(1, bytes(MAX_WIRE_ADDRESS + 1)), WireHandle(-1, b"x"),
+    WireHandle(1 << 64, b"x"), WireHandle(1, b"x", b"short"), WireHandle(1, b"x", bytes(17)),
+], ids=lambda handle: repr(handle)[:40])
+def test_wire_handles_that_no_peer_would_take_are_not_packed(handle):
+    with pytest.raises(HandleError):
+        handle.pack()
+
+
+@pytest.mark.parametrize("body", [
+    b"", bytes(8), bytes(8 + SECRET_BYTES), bytes(8 + SECRET_BYTES + 1),  # no window
+    b"\1" + bytes(7 + SECRET_BYTES + MAX_WIRE_ADDRESS + 1),
+], ids=len)
+def test_wire_bodies_that_do_not_fit_are_refused(body):
+    with pytest.raises(HandleError):
+        WireHandle.unpack(sealed(WireHandle.MAGIC, body))
+
+
 @given(st.binary(max_size=64))
 def test_arbitrary_bytes_never_give_anything_but_handle_error(raw):
-    for kind in (ConnectionHandle, MemoryHandle):
+    for kind in (ConnectionHandle, MemoryHandle, WireHandle):
         with pytest.raises(HandleError):
             kind.unpack(raw)
 
