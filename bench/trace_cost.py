@@ -113,8 +113,10 @@ def main() -> None:
     if not options.json:
         print(f"{'rows':>5}{'kind':>9}{'us':>9}{'over off':>26}{'minus off, us':>26}")
         for rows, kinds in facts["rows"].items():
-            print(f"{kinds.pop('rounds')} rounds")
+            print(f"{kinds['rounds']} rounds")
             for kind, r in kinds.items():
+                if kind == "rounds":
+                    continue
                 over, minus = ("{} ({} to {})".format(*r[key]) for key in
                                ("over_off", "minus_off_us"))
                 print(f"{rows:>5}{kind:>9}{r['us']:>9.1f}{over:>26}{minus:>26}")

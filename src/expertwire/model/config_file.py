@@ -47,11 +47,12 @@ def stated_config(path: str | Path) -> SimpleNamespace | None:
         return None
     experts = [name for name in NUM_EXPERTS_NAMES if name in facts]
     dtype = facts.get("dtype") or facts.get("torch_dtype")
-    whole = all(name in facts for name in NEEDED) and len(experts) == 1 and dtype in DTYPE_BYTES
+    known = isinstance(dtype, str) and dtype in DTYPE_BYTES
+    whole = known and len(experts) == 1 and all(name in facts for name in NEEDED)
     # Families that count routed experts begin with dense layers, three of them if nobody says so.
     if not whole or (experts[0] == "n_routed_experts" and "first_k_dense_replace" not in facts):
         return None
-    return SimpleNamespace(**facts, dtype_bytes=DTYPE_BYTES[dtype])
+    return SimpleNamespace(**{**facts, "dtype_bytes": DTYPE_BYTES[dtype]})
 
 
 def stated_num_experts(path: str | Path) -> int | None:
