@@ -9,8 +9,9 @@ processes took to start and to connect in DIR/times.txt. The last line has all s
 is 1 if one failed or was not begun.
 
 What fits in one run of 600 seconds, and what it tells; in brackets the seconds that are expected,
-which limits exceed two or three times. `facts,build,compile` [80] come first on a fresh machine;
-with a cubin cache that the same NVRTC made elsewhere (EXPERTWIRE_CUBIN_CACHE) compile takes none.
+which limits exceed one and a half to three times. `facts,build,compile` [80] come first on a fresh
+machine; with a cubin cache that the same NVRTC made elsewhere (EXPERTWIRE_CUBIN_CACHE) compile
+takes none.
 
   two GPUs   facts,build,compile,bytes,trip,stages,ends,remote
                  bytes   [60]  every byte as on the CPU; send, echo, combine

@@ -174,6 +174,9 @@ class Round:
             output=addr(self.output), output_stride=HIDDEN * 4, status=addr(status),
             timeout_ns=TIMEOUT_NS, output_type=FP32, num_tokens=num_tokens,
         )
+        self.failed = pairs.new(1)
+        if seq % 2:  # heads are judged after the rows are added, as on GPUs; else before
+            self.combine.failed = addr(self.failed)
         self.expert_servers = np.full((EXPERTS, 2), -1, np.int32)
         for e, servers in enumerate(pairs.replicas):
             self.expert_servers[e, : len(servers)] = servers
@@ -188,6 +191,7 @@ class Round:
 
     def check(self, held: dict[int, list[int]], who: str) -> None:
         """held: server -> its experts in their order."""
+        assert not self.failed[0], f"{who} failed with {self.failed[0]}"
         for t, ids in enumerate(self.ids):
             scale = [held[self.routing.pair_server[t, k]].index(e) + 1 for k, e in enumerate(ids)]
             want = self.hidden[t] * float((self.weights[t] * scale).sum())

@@ -1,4 +1,4 @@
-"""Connecting: cases at the edge of test_control.py that need another kind of peer."""
+"""Connecting: cases at the edge of test_handshake.py that need another kind of peer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where a server takes data connections, as the registry passes it on, and how to get there.
 
-On one host it is the name of a Unix socket (control.py). With an HCA for other hosts it is
+On one host it is the name of a Unix socket (frames.py). With an HCA for other hosts it is
 `ucx://HOST:PORT` or `mlx5://HOST:PORT`, a TCP socket that only the handshake goes over; it stays
 open, and its end tells each side that the other one is gone. The data goes through the HCA.
 """

@@ -60,7 +60,7 @@ EW_DEVICE HeldHead hold_head(const ClientCombineArgs& args, u32 s) {
   HeldHead held = {};
   if (s >= args.tables.num_servers || at<const u32>(args.tables.batch_size)[s] == 0) return held;
   const ClientServer& server = at<const ClientServer>(args.servers)[s];
-  held.head = load_plain(at<const ReplyHead>(reply_head(server.reply_addr, server.reply_slot_bytes)));
+  held.head = load_once(at<const ReplyHead>(reply_head(server.reply_addr, server.reply_slot_bytes)));
   held.num_rows =
       at<const u32>(args.shape.reply_mode == kReplyPerExpert ? args.tables.num_pairs : args.tables.batch_size)[s];
   held.is_loaded = 1;

@@ -127,8 +127,10 @@ EW_DEVICE u64 ibgda_poll_cq(IbgdaQp* qp) {
   const CqeTail tail = cqe_tail(load_acquire(words + 15, qp_scope(qp)));
   if (tail.opcode == kCqeInvalid) return known;  // 0xff fill: nothing completed yet
   const u64 completed = newest_reserved - ((newest_reserved - tail.wqe_counter) & 0xffff);
-  if (tail.opcode == kCqeRequesterError || tail.opcode == kCqeResponderError)
+  if (tail.opcode == kCqeRequesterError || tail.opcode == kCqeResponderError) {
     ibgda_note_error(qp, cqe_syndrome(load_relaxed(words + 13, qp_scope(qp))), completed);
+    fence_acq_rel(qp_scope(qp));  // the error before the index that says it is complete
+  }
   if (static_cast<i64>(completed + 1 - known) <= 0) return known;
   atomic_max(&qp->cons_idx, completed + 1);
   return completed + 1;

@@ -47,7 +47,7 @@ EW_DEVICE void take_arrivals(const ServerPollArgs& args, EchoBatch& batch) {
   }
   for (u32 i = lane_id(); i < args.num_slots; i += warp_size()) {
     if (batch.seq[i] == 0) continue;
-    const BufferHead head = load_plain(at<const BufferHead>(slots[i].recv_addr));
+    const BufferHead head = load_once(at<const BufferHead>(slots[i].recv_addr));
     u32 reason = check_fields(head, slots[i], args.model, batch.seq[i]);
     if (reason == kReasonOk && (head.reply_type != head.data_type || head.reply_mode != kReplySum))
       reason = kReasonReply;  // not what an echo can answer

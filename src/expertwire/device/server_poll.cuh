@@ -90,7 +90,7 @@ EW_DEVICE void poll_slots(const ServerPollArgs& args) {
     ServerSlot& slot = slots[i];
     const u64 seq = request_flag(slot);
     ServerMessage& message = messages[num_messages];
-    const BufferHead head = load_plain(at<const BufferHead>(slot.recv_addr));  // read once, then judged
+    const BufferHead head = load_once(at<const BufferHead>(slot.recv_addr));  // read once, then judged
     message.head = head;
     message.reason = check_head(head, check_fields(head, slot, args.model, seq));
     message.slot = i, message.pair_begin = num_pairs;

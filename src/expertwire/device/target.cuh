@@ -9,8 +9,9 @@
 //   collectives   warp_sync() block_sync() warp_shuffle(v, lane) warp_ballot(p)
 //                 warp_exclusive_sum(v, &total): all lanes of a warp (block) must take part
 //   memory        load_relaxed load_acquire store_relaxed store_release store_vec16
-//                 store_plain load_plain: an assignment, for what goes to or comes from another block or
-//                 machine under a flag
+//                 store_plain: an assignment, for what goes to another block or machine under a flag
+//                 load_once: a structure that comes from another machine; each word of it is read once, so
+//                 that what is used is what was checked, whatever is written there meanwhile
 //                 fence(scope): of everything; fence_acq_rel(scope): cheaper, all that a flag needs
 //                 atomic_add atomic_cas atomic_max atomic_exchange atomic_cas_system
 //                 with Scope::kGpu (rings in GPU memory) or Scope::kSystem (host memory, peers)

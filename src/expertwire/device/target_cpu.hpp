@@ -160,8 +160,11 @@ EW_DEVICE void store_plain(T* p, const T& v) {
   *p = v;
 }
 template <typename T>
-EW_DEVICE T load_plain(const T* p) {
-  return ew::seeded() ? ew::seeded_load(p) : *p;
+EW_DEVICE T load_once(const T* p) {
+  if (ew::seeded()) return ew::seeded_load(p);
+  u64 words[sizeof(T) / 8];
+  for (u32 i = 0; i < sizeof(T) / 8; ++i) words[i] = __atomic_load_n(reinterpret_cast<const u64*>(p) + i, kRelaxedLoad);
+  return __builtin_bit_cast(T, words);
 }
 
 EW_DEVICE u32 float_bits(float v) { return __builtin_bit_cast(u32, v); }

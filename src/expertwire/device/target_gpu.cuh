@@ -166,8 +166,16 @@ EW_DEVICE void store_plain(T* p, const T& v) {
   *p = v;
 }
 template <typename T>
-EW_DEVICE T load_plain(const T* p) {
-  return *p;
+EW_DEVICE T load_once(const T* p) {
+  union {
+    u64 words[sizeof(T) / 8];
+    T value;
+  } read;
+  static_assert(sizeof(read) == sizeof(T));
+#pragma unroll
+  for (u32 i = 0; i < sizeof(T) / 8; ++i)
+    read.words[i] = load_relaxed(reinterpret_cast<const u64*>(p) + i, Scope::kSystem);
+  return read.value;
 }
 EW_DEVICE void warp_zero(void* dst, u64 num_bytes) {
   for (u64 i = lane_id(); i < num_bytes; i += 32) static_cast<u8*>(dst)[i] = 0;
