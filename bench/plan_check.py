@@ -272,7 +272,7 @@ def check(
         rows.append({
             "model": model, "servers": servers, "clients": clients, "tokens": tokens,
             "predicted_us": round(expected, 1), "measured_us": round(measured, 1),
-            "error": round(expected / measured - 1, 3),
+            "error": round(float(expected / measured) - 1, 3),
         })
     return rows, costs, busy_elsewhere
 
