@@ -222,7 +222,7 @@ def ucx(program: Path, test: str, size: int, seconds: float) -> float:
                  "-w", "50", "-f", "-v"], env=environment, capture_output=True, text=True,
                 timeout=60, check=False,
             )
-            if row := re.findall(r"(?m)^\d+,([\d.]+),([\d.]+),", client.stdout):
+            if row := re.findall(r"(?m)^ *\d+,([\d.]+),([\d.]+),", client.stdout):
                 # Bandwidth is what the whole run gave; latency the median, as ours.
                 return float(row[-1][0 if test.endswith("lat") else 1]) * 1e-6
             time.sleep(0.1)  # the server does not listen yet
