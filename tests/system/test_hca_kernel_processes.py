@@ -6,6 +6,7 @@ with device code waiting for the flags on the other side. Numbers are those of t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 
@@ -14,10 +15,36 @@ import torch
 from tests.queue_pair import ADD8, AWAIT, COPY, GET, INLINE, PUT, PUT_ALWAYS_POST, QUIET
 from tests.two_ends import SIZE, Processes
 
+from expertwire.errors import HandleError
+from expertwire.hca.kernel import KernelHca
+from expertwire.target import CpuTarget
+
 COMPLETION_ERROR, NO_KEY = 2, 4
 REMOTE_ACCESS, PEER_LOST = 0x13, 0x15
 DONE = [(0, 0, 0)]
 pytestmark = pytest.mark.timeout(300)
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:" in line for line in maps)
+
+
+@pytest.mark.parametrize(("num_regions", "reason"), [
+    (0, "gives 0 regions"), (1, "published no memory"), (2, "gives 2 regions"),
+])
+def test_a_peer_that_cannot_be_reached_leaves_nothing_mapped(num_regions, reason):
+    """Over another descriptor than the window's own, as if it came from another process."""
+    with contextlib.closing(KernelHca(CpuTarget(2), warps=2)) as hca:
+        memory, window = hca.alloc(8192), hca.create_window()
+        other = os.dup(window.fd)
+        before = mappings()
+        with pytest.raises(HandleError, match=reason):
+            hca.import_peer(other, hca.wake_fd, [memory.fd] * num_regions)
+        assert mappings() == before
+        os.close(other)
+        window.close()
+        memory.close()
 
 
 @pytest.fixture(scope="module", params=["cpu", *(["gpu"] if torch.cuda.is_available() else [])])

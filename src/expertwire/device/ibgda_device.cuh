@@ -120,6 +120,8 @@ EW_DEVICE void ibgda_note_error(IbgdaQp* qp, u32 syndrome, u64 wqe_idx) {
 // completes in between, the result is too low for this call and never too high.
 // What another warp noted in cons_idx is read, with acquire, before the CQE too: what the HCA wrote before
 // that completion, and an error, is then seen by this warp and not only by the one that noted it.
+// By the letter of PTX the noting atomic_max, which is relaxed, would have to release; no device is known to
+// let it overtake the acquiring load of the completion before it, and a fence there costs every advance.
 EW_DEVICE u64 ibgda_poll_cq(IbgdaQp* qp) {
   const u32* words = reinterpret_cast<const u32*>(qp->cq_addr);
   const u64 known = load_acquire(&qp->cons_idx, qp_scope(qp));

@@ -123,13 +123,20 @@ class KernelPeer:
         if window_fd in _WINDOWS:
             self.keys_addr = _WINDOWS[window_fd].keys.addr
             return
-        self._mapped = [_Theirs(target, fd) for fd in (window_fd, region_fds[0])]
-        self.keys_addr, region_addr = (mapped.addr for mapped in self._mapped)
-        entry = next((entry for entry in self._entries() if entry.valid), None)
-        if entry is None:
+        if len(region_fds) != 1:
+            raise HandleError(f"the peer gives {len(region_fds)} regions; of another process one "
+                              "is reached: put what is to be written there into one buffer")
+        try:
+            for fd in (window_fd, *region_fds):
+                self._mapped.append(_Theirs(target, fd))
+            self.keys_addr, region_addr = (mapped.addr for mapped in self._mapped)
+            entry = next((entry for entry in self._entries() if entry.valid), None)
+            if entry is None:
+                raise HandleError("the peer has published no memory: publish it before connecting")
+            self.shift = region_addr - entry.mapped
+        except BaseException:
             self.close()
-            raise HandleError("the peer has published no memory")
-        self.shift = region_addr - entry.mapped
+            raise
 
     def _entries(self) -> ctypes.Array[HcaKey]:
         return (HcaKey * MAX_KEYS).from_address(self.keys_addr)
