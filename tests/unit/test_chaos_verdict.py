@@ -14,7 +14,7 @@ from expertwire.chaos.load import StepLog
 from expertwire.chaos.network import Network
 from expertwire.chaos.picture import chaos_svg
 from expertwire.chaos.plan import parse_plan
-from expertwire.chaos.report import _long_steps
+from expertwire.chaos.report import _long_steps, _problems
 from expertwire.chaos.run import ChaosRun, Event, Lap
 from expertwire.errors import ConfigError
 
@@ -36,6 +36,17 @@ def phases(*rows):
 ])
 def test_a_step_may_take_one_deadline_and_a_resend(rows, fixed, found):
     assert [text.split(":")[0] for text in _long_steps(phases(*rows), fixed)] == found
+
+
+@pytest.mark.parametrize(("within", "ratio", "ok"), [
+    (None, 0.5, True), (None, None, True), ([0.98, 1.02], 1.02, True), ([0.98, 1.02], 0.979, False),
+    ([0.98, 1.02], 1.021, False), ([0.98, 1.02], None, False),
+])
+def test_a_plan_may_ask_for_a_ratio(within, ratio, ok):
+    plan = parse_plan({"servers": SERVERS, "phases": [{}], "ratio_within": within}, "mine")
+    found = _problems({"steps": 1, "wrong_tokens": 0, "lost_requests": 0, "leaks": 0,
+                       "throughput_ratio": ratio, "phases": phases((1, 500, 0))}, plan)
+    assert found == ([] if ok else [f"throughput_ratio is {ratio}, not within 0.98 to 1.02"])
 
 
 def test_a_late_step_is_told_apart_by_those_who_run_the_docs():

@@ -16,7 +16,8 @@ PLAN = {"servers": {"a": "0-15"}, "phases": [{"seconds": 1}]}
 @pytest.mark.parametrize(("key", "value"), [
     ("reply_timeout", "x"), ("reply_timeout", 0), ("reply_timeout", True),
     ("reply_timeout", float("nan")), ("max_pause_ms", "x"), ("max_pause_ms", -1),
-    ("name", 3), ("about", []), ("signal_mode", []),
+    ("ratio_within", 1), ("ratio_within", [1]), ("ratio_within", [1, 0.9]),
+    ("ratio_within", ["a", "b"]), ("name", 3), ("about", []), ("signal_mode", []),
 ])
 def test_a_plan_names_what_does_not_fit(key, value):
     with pytest.raises(ConfigError, match=f"plan mine: {key}"):

@@ -67,6 +67,7 @@ class Plan:
     reply_timeout: float | None = None  # None: adaptive
     signal_mode: str = "write"  # of the clients; a network that reorders needs another
     max_pause_ms: float | None = None  # of a step; None: one deadline and 50 ms (report.py)
+    ratio_within: list[float] | None = None  # least and most throughput_ratio; None: any
 
 
 def plan_names() -> list[str]:
@@ -113,6 +114,11 @@ def parse_plan(content: object, name: str) -> Plan:
         value = content.get(key)
         if value is not None and not _is_positive(value):
             raise ConfigError(f"plan {name}: {key} must be a number above 0, or null")
+    within = content.get("ratio_within")
+    if within is not None and not (isinstance(within, list) and len(within) == 2
+                                   and all(map(_is_positive, within)) and within[0] < within[1]):
+        raise ConfigError(f"plan {name}: ratio_within must be two numbers above 0, the least and "
+                          "the most, or null")
     if not isinstance(content.get("twin", False), bool):
         raise ConfigError(f"plan {name}: twin is true or false")
     for key in ("name", "about"):

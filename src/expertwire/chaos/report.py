@@ -11,6 +11,7 @@ from .paired import paired_figures
 
 if TYPE_CHECKING:
     from .load import LoadThread
+    from .plan import Plan
     from .run import ChaosRun
 
 PAUSE_MS, PAUSE_FACTOR = 20.0, 10.0  # a step that takes longer than both is a pause
@@ -88,7 +89,7 @@ def verdict(run: ChaosRun, loads: list[LoadThread]) -> dict[str, Any]:
         "errors": sorted(set(lost))[:5],
         "phases": laps,
     }
-    figures["problems"] = _problems(figures, run.plan.max_pause_ms)
+    figures["problems"] = _problems(figures, run.plan)
     figures["ok"] = not figures["problems"]
     return figures
 
@@ -112,7 +113,7 @@ def throughput(rates: list[tuple[str, float]]) -> tuple[float | None, float | No
     return round(float(np.mean(ratios)), 4), None if noise is None else round(noise, 4)
 
 
-def _problems(figures: dict[str, Any], max_pause_ms: float | None) -> list[str]:
+def _problems(figures: dict[str, Any], plan: Plan) -> list[str]:
     found = []
     if not figures["steps"]:
         found.append("no step was done")
@@ -120,9 +121,13 @@ def _problems(figures: dict[str, Any], max_pause_ms: float | None) -> list[str]:
         found.append(f"{figures['wrong_tokens']} tokens are wrong")
     if figures["lost_requests"]:
         found.append(f"{figures['lost_requests']} requests were lost: {figures['errors'][0]}")
-    found += _long_steps(figures["phases"], max_pause_ms)
+    found += _long_steps(figures["phases"], plan.max_pause_ms)
     if figures["leaks"]:
         found.append(f"left behind: {figures['leak_details']}")
+    if plan.ratio_within is not None:
+        ratio, (least, most) = figures["throughput_ratio"], plan.ratio_within
+        if ratio is None or not least <= ratio <= most:
+            found.append(f"throughput_ratio is {ratio}, not within {least:g} to {most:g}")
     return found
 
 
